@@ -1,0 +1,269 @@
+"""The config: every key with its type, default and doc, and how files and arguments become one `Config`.
+
+Free of JAX, so that a mistake shows in the first second. What spans several keys is in `trainer.validate`.
+"""
+
+import dataclasses
+import os
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, NamedTuple, cast, get_args, get_origin
+
+import yaml
+from omegaconf import OmegaConf
+
+from trainer.config_files import read_file
+from trainer.config_values import Given, absolute, flatten, nearest, parse_overrides, read
+from trainer.errors import ConfigError
+from trainer.models.config import MISSING, ModelConfig, documented
+
+DEFAULT = "default"
+BYTE_TOKENIZER = "byte"
+
+_COMMENT_COLUMN = 72  # longer lines (43 layers) don't push everybody's origin to the right
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run. The keys keep the names that MaxText users type; the model's numbers sit under `model`.
+
+    Keys whose metadata has `path_unless` name input files: relative ones start at the folder of the YAML file that
+    names them, on the command line at the current folder, and are absolute once loaded. The texts listed are not paths.
+    """
+
+    # The run.
+    run_name: str = documented("Name of the run; it writes to `base_output_directory/run_name`.", "")
+    base_output_directory: str = documented("Where runs are written, relative to the current folder.", "runs")
+    hardware: Literal["tpu", "gpu", "cpu"] = documented("The devices to use; never another kind in their place.", "tpu")
+    num_cpu_devices: int = documented("CPU devices to pretend to have, with `hardware=cpu` only.", 1)
+    seed: int = documented("Seed of the parameters and of the data order.", 0)
+    steps: int = documented("Optimizer steps of the whole run, resumed ones included.", 1_000)
+    log_period: int = documented("Steps from one console and TensorBoard line to the next.", 1)
+    enable_tensorboard: bool = documented("Write TensorBoard files beside `metrics.jsonl`.", True)
+
+    # The mesh. The product of the four degrees is the number of devices; one of them may be -1, the rest.
+    dcn_data_parallelism: int = documented("Copies of the model, one per slice; gradients cross the network.", 1)
+    ici_fsdp_parallelism: int = documented("Parts the weights are split into along their width; splits the batch.", 1)
+    ici_expert_parallelism: int = documented("Parts the experts are split into; splits the batch too.", 1)
+    ici_tensor_parallelism: int = documented("Parts that heads, the vocabulary and sequences are split into.", 1)
+
+    # The batch.
+    per_device_batch_size: float = documented(
+        "Sequences per device and microbatch. May be a fraction: 0.125 on 128 devices is 16 sequences.", 1.0
+    )
+    max_target_length: int = documented("Tokens per sequence (S).", 2_048)
+    gradient_accumulation_steps: int = documented("Microbatches per optimizer step (A).", 1)
+
+    # Arithmetic and memory.
+    dtype: Literal["bfloat16", "float32"] = documented("Type of the activations and of matmul inputs.", "bfloat16")
+    weight_dtype: Literal["float32", "bfloat16"] = documented("Type of the stored weights.", "float32")
+    remat_policy: Literal["none", "minimal", "full"] = documented(
+        "What the backward pass recomputes: nothing, all but each block's costly results, or whole blocks.", "full"
+    )
+    attention: Literal["dot_product"] = documented("Implementation of attention.", "dot_product")
+    moe_permute: Literal["gather", "repeat"] = documented(
+        "How tokens get into expert order: gathered straight from the activations, or (the baseline to measure "
+        "against) copied once per expert and then sorted.",
+        "gather",
+    )
+    moe_capacity_factor: float = documented(
+        "Receive buffer of an expert shard, in multiples of the mean load; tokens over it are dropped and counted. "
+        "-1 holds the worst case, so that none is ever dropped.",
+        -1.0,
+    )
+    moe_expert_axes: list[Literal["expert", "tensor"]] = documented(
+        "Mesh axes the experts are spread over: [expert, tensor], or [expert] with each expert's width over tensor.",
+        ["expert", "tensor"],
+    )
+    loss_chunk_tokens: int = documented("Tokens whose float32 logits exist at one time.", 1_024)
+
+    # Balance of the experts.
+    load_balance_loss_weight: float = documented(
+        "Weight of the balance loss per sequence; DeepSeek-V4 was pre-trained with 1e-4. 0 is off.", 0.0
+    )
+    routed_bias_update_rate: float = documented(
+        "Step of the routing bias towards balance, once per optimizer step. 0 leaves it.", 1e-3
+    )
+
+    # The optimizer.
+    opt_type: Literal["adamw", "sgd"] = documented("The optimizer.", "adamw")
+    learning_rate: float = documented("Peak learning rate.", 3e-5)
+    warmup_steps_fraction: float = documented("Part of `steps` in which the rate rises from 0 to its peak.", 0.1)
+    cosine_learning_rate_final_fraction: float = documented("Rate at the end of the cosine, over the peak.", 0.1)
+    adam_b1: float = documented("AdamW: decay of the first moment.", 0.9)
+    adam_b2: float = documented("AdamW: decay of the second moment.", 0.95)
+    adam_eps: float = documented("AdamW: added to the root of the second moment.", 1e-8)
+    adam_weight_decay: float = documented("AdamW: weight decay; norms and biases have none.", 0.1)
+    gradient_clipping_threshold: float = documented("Global gradient norm to clip to; 0 is off.", 1.0)
+
+    # The data.
+    dataset_type: Literal["synthetic", "text"] = documented(
+        "Made-up tokens, or local .txt and .jsonl files.", "synthetic"
+    )
+    dataset_path: list[str] = documented("Files of `dataset_type=text`, as paths or globs.", [], path_unless=())
+    tokenizer_path: str = documented(
+        f"A `tokenizer.json`, or `{BYTE_TOKENIZER}`: one token per UTF-8 byte.",
+        BYTE_TOKENIZER,
+        path_unless=(BYTE_TOKENIZER,),
+    )
+    enable_data_shuffling: bool = documented("Read the documents in a new order every epoch.", True)
+
+    # Checkpoints.
+    enable_checkpointing: bool = documented("Save checkpoints, and resume from the last one.", True)
+    checkpoint_period: int = documented("Steps from one checkpoint to the next; the last step is saved as well.", 100)
+    max_num_checkpoints_to_keep: int = documented("Newest checkpoints to keep.", 3)
+    async_checkpointing: bool = documented("Write checkpoints while training goes on.", True)
+    load_parameters_path: str = documented(
+        "Hugging Face DeepSeek-V4 folder to take the first weights from; empty: random weights.", "", path_unless=("",)
+    )
+
+    model: ModelConfig = field(default_factory=ModelConfig, metadata={"doc": "The model; see `configs/models`."})
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A config and, by dotted key, where each value comes from: "default", "FILE:LINE" or "command line"."""
+
+    config: Config
+    origins: dict[str, str]
+
+
+class Key(NamedTuple):
+    """One key of the schema. `default` is MISSING where a file has to give the value."""
+
+    kind: Any
+    default: Any
+    doc: str
+    path_unless: tuple[str, ...] | None
+
+
+@cache
+def schema() -> dict[str, Key]:
+    """Every key by its dotted name, in the order of the dataclasses."""
+    return dict(_keys(Config, ""))
+
+
+def _keys(block: type, prefix: str) -> Iterator[tuple[str, Key]]:
+    kinds = typing.get_type_hints(block)
+    for item in dataclasses.fields(block):
+        if dataclasses.is_dataclass(kinds[item.name]):
+            yield from _keys(kinds[item.name], f"{prefix}{item.name}.")
+            continue
+        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        path_unless = item.metadata["path_unless"] if "path_unless" in item.metadata else None
+        yield prefix + item.name, Key(kinds[item.name], default, item.metadata["doc"], path_unless)
+
+
+def documentation() -> Iterator[tuple[str, str, str, str, str]]:
+    """(key, type, default, allowed values, doc) of every key, as text; what has no such part is empty."""
+    for name, key in schema().items():
+        is_list = get_origin(key.kind) is list
+        kind = get_args(key.kind)[0] if is_list else key.kind
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        kind_name = ("list of " if is_list else "") + ("str" if choices else kind.__name__)
+        default = "" if key.default is MISSING else _as_yaml(key.default)
+        yield name, kind_name, default, ", ".join(choices), key.doc
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Resolved:
+    """The config in a YAML file and its bases, with `key=value` overrides on top."""
+    return _resolve(read_file(os.fspath(path)) | parse_overrides(overrides), os.fspath(path))
+
+
+def from_values(values: Mapping[str, Any], overrides: Iterable[str], source: str) -> Resolved:
+    """The config of a nested dict instead of a file. `source` names the dict in messages and origins."""
+    return _resolve(flatten(values, source) | parse_overrides(overrides), source)
+
+
+def _resolve(given: dict[str, Given], source: str) -> Resolved:
+    keys = schema()
+    tree: dict[str, Any] = {}
+    for name, item in given.items():
+        if name not in keys:
+            raise ConfigError(f"{item.where}: {_not_a_key(name, keys)}")
+        *blocks, leaf = name.split(".")
+        place = tree
+        for block in blocks:
+            place = place.setdefault(block, {})
+        place[leaf] = _read(item, keys[name])
+    merged = OmegaConf.merge(OmegaConf.structured(Config), tree)
+    missing = OmegaConf.missing_keys(merged)
+    if missing:
+        names = ", ".join(name for name in keys if name in missing)
+        raise ConfigError(
+            f"{source}: nothing gives {names}; build on a model file, with a line such as "
+            "`base: models/deepseek_v4_tiny.yml` (see configs/models/*.yml)"
+        )
+    origins = {name: given[name].origin if name in given else DEFAULT for name in keys}
+    return Resolved(cast(Config, OmegaConf.to_object(merged)), origins)
+
+
+def _read(given: Given, key: Key) -> Any:
+    value = read(given, key.kind)
+    if key.path_unless is None:
+        return value
+    texts = [
+        text if text in key.path_unless else absolute(text, given.folder)
+        for text in (value if isinstance(value, list) else [value])
+    ]
+    return texts if isinstance(value, list) else texts[0]
+
+
+def _not_a_key(name: str, keys: Mapping[str, Key]) -> str:
+    """Why `name` is not a key, and which one may be meant."""
+    inside = next((key for key in keys if key.startswith(name + ".")), None)
+    if inside:
+        return f"{name} is a block of keys such as {inside}, not a value"
+    above = name.rpartition(".")[0]
+    while above and above not in keys:
+        above = above.rpartition(".")[0]
+    if above:
+        is_list = get_origin(keys[above].kind) is list
+        hint = f"; give the whole list, {above}=[...]" if is_list else f"; write {above}=..."
+        return f"unknown key {name!r}: {above} holds {'a list' if is_list else 'one value'}{hint}"
+    last = name.rpartition(".")[2]
+    by_last = {key.rpartition(".")[2]: key for key in keys}
+    near = nearest(name, keys, cutoff=0.8) or by_last.get(last) or by_last.get(nearest(last, by_last) or "")
+    return f"unknown key {name!r}; " + (f"did you mean {near!r}?" if near else "no key has a similar name")
+
+
+def to_yaml(config: Config) -> str:
+    """The whole config as YAML: one line per key, no bases; loading it gives an equal config."""
+    return "".join(f"{line}\n" for line, _ in _lines(config))
+
+
+def describe(resolved: Resolved) -> str:
+    """The whole config as YAML, with each value's origin as a comment beside it."""
+    lines = [(line, resolved.origins[key] if key else "") for line, key in _lines(resolved.config)]
+    width = max(len(line) for line, _ in lines if len(line) <= _COMMENT_COLUMN)
+    return "\n".join(f"{line:<{width}}  # {origin}" if origin else line for line, origin in lines)
+
+
+def _lines(config: Config) -> Iterator[tuple[str, str]]:
+    """(YAML line, dotted key); the key is empty on a line that opens a block."""
+    opened: list[str] = []
+    for key in schema():
+        *blocks, leaf = key.split(".")
+        if blocks != opened:
+            opened = blocks
+            yield f"{'  ' * (len(blocks) - 1)}{blocks[-1]}:", ""
+        yield f"{'  ' * len(blocks)}{leaf}: {_as_yaml(value_of(config, key))}", key
+
+
+def _as_yaml(value: Any) -> str:
+    """A value or list on one line of YAML."""
+    options: dict[str, Any] = {"default_flow_style": True, "width": float("inf"), "allow_unicode": True}
+    text = yaml.safe_dump(value, **options).removesuffix("\n").removesuffix("\n...")
+    if not text.isprintable():  # line breaks of any kind: only double quotes keep them on one line
+        text = yaml.safe_dump(value, default_style='"', **options).strip()
+    return text

@@ -1,0 +1,110 @@
+"""The attention sub-layer: low-rank queries, one shared key-value head, compressed entries, grouped output."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from trainer.models.compression import Compressor, Indexer, Windows, compress, select, visible
+from trainer.models.config import ModelConfig
+from trainer.models.normalization import rms_norm
+from trainer.models.rope import Rotation, rotate
+from trainer.ops.attend import Attend, Entries
+from trainer.params import constant, param
+from trainer.sharding import TENSOR, gather_length, scatter_length
+
+
+class Attention(struct.PyTreeNode):
+    """SPEC section 5. `compressor` is None in sliding-only layers, `indexer` in all but compressed-sparse ones."""
+
+    wq_a: jax.Array  # [D, Q]
+    q_norm: jax.Array  # [Q] float32
+    wq_b: jax.Array  # [Q, H, C]
+    wkv: jax.Array  # [D, C]
+    kv_norm: jax.Array  # [C] float32
+    sinks: jax.Array  # [H] float32
+    wo_a: jax.Array  # [H, C, O]: head h belongs to group h // (H / G)
+    wo_b: jax.Array  # [G O, D]
+    compressor: Compressor | None
+    indexer: Indexer | None
+
+    @classmethod
+    def spec(cls, c: ModelConfig, ratio: int) -> "Attention":
+        sparse = ratio == c.csa_compress_ratio
+        return cls(
+            wq_a=param((c.emb_dim, c.q_lora_rank), ("embed", None)),
+            q_norm=param((c.q_lora_rank,), (None,), constant(1.0), dtype=jnp.float32),
+            wq_b=param((c.q_lora_rank, c.num_query_heads, c.head_dim), ("rank", "heads", None)),
+            wkv=param((c.emb_dim, c.head_dim), ("embed", None)),
+            kv_norm=param((c.head_dim,), (None,), constant(1.0), dtype=jnp.float32),
+            sinks=param((c.num_query_heads,), ("heads",), constant(0.0), dtype=jnp.float32),
+            wo_a=param((c.num_query_heads, c.head_dim, c.o_lora_rank), ("heads", None, "rank")),
+            wo_b=param((c.o_groups * c.o_lora_rank, c.emb_dim), ("heads", "embed")),
+            compressor=Compressor.spec(c, ratio, c.head_dim) if ratio else None,
+            indexer=Indexer.spec(c) if ratio and sparse else None,
+        )
+
+
+class RowContext(struct.PyTreeNode):
+    """What attention needs to know of the rows, whole along the length; made once per batch, used by all layers."""
+
+    segment_ids: jax.Array  # [B, S] int32, 0 = padding
+    plain: Rotation  # for sliding-only layers
+    compressed: Rotation  # for the others
+    windows: dict[int, Windows]  # by compress ratio
+
+
+def attention(p: Attention, x: jax.Array, rows: RowContext, attend: Attend, c: ModelConfig) -> jax.Array:
+    """Normed input [B, S / tensor, D] -> [B, S / tensor, D].
+
+    Each device projects its own tokens down, attends with its own heads over the whole row, and the output
+    projection's partial sums are reduce-scattered back to tokens.
+    """
+    ratio = p.compressor.position_bias.shape[0] if p.compressor is not None else 0
+    turn = rows.compressed if ratio else rows.plain
+    epsilon = c.normalization_layer_epsilon
+    q_low = rms_norm(jnp.einsum("bsd,dq->bsq", x, p.wq_a), p.q_norm, epsilon)
+    kv = gather_length(rms_norm(jnp.einsum("bsd,dc->bsc", x, p.wkv), p.kv_norm, epsilon))
+    kv = rotate(kv, turn)
+    entries = compressed_entries(p, x, q_low, rows.windows[ratio], rows, c) if ratio else None
+    q = jnp.einsum("bsq,qhc->bshc", gather_length(q_low), p.wq_b)
+    q = rotate(rms_norm(q, None, epsilon), turn)
+    o = attend(q, kv, entries, p.sinks, rows.segment_ids, c.sliding_window_size)
+    return output(p, rotate(o, turn, inverse=True), c)
+
+
+def compressed_entries(
+    p: Attention, x: jax.Array, q_low: jax.Array, w: Windows, rows: RowContext, c: ModelConfig
+) -> Entries:
+    """The layer's compressed keys, and which of them each query of the row sees."""
+    kv = compress(p.compressor, x, w, rows.compressed, c)
+    seen = visible(w, rows.segment_ids, jnp.arange(rows.segment_ids.shape[1]))
+    if p.indexer is not None:
+        with jax.named_scope("indexer"):
+            chosen = gather_length(select(p.indexer, x, q_low, w, rows.compressed, rows.segment_ids, c))
+        marks = jax.vmap(jax.vmap(lambda row, at: row.at[at].set(True, mode="drop")))
+        seen = marks(jnp.zeros_like(seen), chosen)
+    return Entries(kv=kv, seen=seen)
+
+
+def output(p: Attention, o: jax.Array, c: ModelConfig) -> jax.Array:
+    """Heads' outputs [B, S, H / tensor, C] -> [B, S / tensor, D] through the grouped low-rank projection."""
+    per_group = c.num_query_heads // c.o_groups
+    if c.o_groups % lax.axis_size(TENSOR) == 0:
+        grouped = o.reshape(*o.shape[:2], -1, per_group * o.shape[-1])
+        weight = p.wo_a.reshape(-1, per_group * o.shape[-1], c.o_lora_rank)
+        low = jnp.einsum("bsgi,gio->bsgo", grouped, weight)
+        low = low.reshape(*low.shape[:2], -1)
+    else:
+        low = straddling_groups(o, p.wo_a, c)
+    return scatter_length(jnp.einsum("bso,od->bsd", low, p.wo_b))
+
+
+def straddling_groups(o: jax.Array, wo_a: jax.Array, c: ModelConfig) -> jax.Array:
+    """Where a group's heads lie on several devices: partial sums of every group, then one reduce-scatter over tensor
+    along the groups' channels. -> [B, S, G O / tensor]."""
+    local = o.shape[2]
+    head = lax.axis_index(TENSOR) * local + jnp.arange(local)
+    member = head[:, None] // (c.num_query_heads // c.o_groups) == jnp.arange(c.o_groups)
+    low = jnp.einsum("bshc,hco,hg->bsgo", o, wo_a, member.astype(o.dtype))
+    return lax.psum_scatter(low.reshape(*low.shape[:2], -1), TENSOR, scatter_dimension=2, tiled=True)

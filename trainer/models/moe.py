@@ -1,0 +1,221 @@
+"""The mixture-of-experts sub-layer: router, permute, exchange, experts, combine, shared expert (SPEC section 8)."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from trainer.models.config import ModelConfig
+from trainer.ops.exchange import Exchange, collect, dispatch, plan_exchange
+from trainer.ops.permute import Permutation, Permute, sort_by_expert
+from trainer.params import constant, distinct_ids, param
+from trainer.sharding import TENSOR, gather_length, scatter_length
+
+
+@dataclass(frozen=True)
+class MoEOptions:
+    """How the routed experts run; chosen once, when the step is built."""
+
+    permute: Permute
+    expert_axes: tuple[str, ...]
+    ragged_exchange: bool  # whether the mesh's platform has ragged_all_to_all
+    capacity_factor: float  # receive buffer over the mean load; -1: no load can overflow it
+    balance_loss: bool
+
+    def exchange(self, num_tokens: int, c: ModelConfig) -> Exchange | None:
+        """The exchange for `num_tokens` per device; None where every device holds every expert."""
+        devices = lax.axis_size(self.expert_axes)
+        if devices == 1:
+            return None
+        block = num_tokens * min(c.num_experts_per_tok, c.num_experts // devices)
+        worst = devices * block
+        mean = num_tokens * c.num_experts_per_tok
+        capacity = worst if self.capacity_factor == -1 else min(worst, max(1, round(self.capacity_factor * mean)))
+        return Exchange(self.expert_axes, self.ragged_exchange, capacity, block)
+
+
+class Routing(struct.PyTreeNode):
+    """Where n tokens go."""
+
+    experts: jax.Array  # [n, K] int32
+    weights: jax.Array  # [n, K] float32, summing to the routed scaling factor
+    scores: jax.Array  # [n, E] float32
+
+
+class MoEStats(struct.PyTreeNode):
+    """What one layer of one device reports; summed over devices by the step."""
+
+    load: jax.Array  # [E] int32: assignments of this device's tokens
+    dropped: jax.Array  # [] int32: assignments over this device's receive buffer
+    balance: jax.Array  # [] float32: this device's part of the balance loss, summed over its rows
+    finite: jax.Array  # [] bool: router scores are numbers
+
+
+class SharedExpert(struct.PyTreeNode):
+    """The expert every token visits, its width split over tensor."""
+
+    gate_up: jax.Array  # [D, 2, F]
+    down: jax.Array  # [F, D]
+
+    @classmethod
+    def spec(cls, c: ModelConfig) -> "SharedExpert":
+        width = c.moe_mlp_dim * c.shared_experts
+        return cls(
+            gate_up=param((c.emb_dim, 2, width), ("embed", None, "mlp")),
+            down=param((width, c.emb_dim), ("mlp", "embed")),
+        )
+
+    def __call__(self, x: jax.Array, limit: float) -> jax.Array:
+        """[B, S / tensor, D] -> the same: an all-gather and a reduce-scatter over tensor."""
+        h = jnp.einsum("bsd,dgf->bsgf", gather_length(x), self.gate_up)
+        h = clamped_swiglu(h[:, :, 0], h[:, :, 1], limit)
+        return scatter_length(jnp.einsum("bsf,fd->bsd", h, self.down))
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """silu(min(gate, limit)) * clip(up, -limit, limit), in float32, in gate's dtype."""
+    gate32, up32 = gate.astype(jnp.float32), up.astype(jnp.float32)
+    return (jax.nn.silu(jnp.minimum(gate32, limit)) * jnp.clip(up32, -limit, limit)).astype(gate.dtype)
+
+
+def root_softplus(x: jax.Array) -> jax.Array:
+    """sqrt(softplus(x)) whose gradient stays 0 where softplus underflows (plain autodiff gives 0 / 0 there)."""
+    return jnp.sqrt(jnp.maximum(jax.nn.softplus(x), jnp.finfo(jnp.float32).tiny))
+
+
+class RoutedMoE(struct.PyTreeNode):
+    """Routed experts. Hash layers look experts up by token id; the others take the top K of score + bias."""
+
+    router: jax.Array  # [D, E] float32
+    bias: jax.Array | None  # [E] float32: moves by load, never by gradient; None in hash layers
+    tid2eid: jax.Array | None  # [V, K] int32: experts of each token id; None in all but hash layers
+    gate_up: jax.Array  # [E, D, 2, F]
+    down: jax.Array  # [E, F, D]
+
+    @classmethod
+    def spec(cls, c: ModelConfig, hashed: bool) -> "RoutedMoE":
+        e, d, f, k = c.num_experts, c.emb_dim, c.moe_mlp_dim, c.num_experts_per_tok
+        fixed = {"trainable": False, "decay": False}
+        return cls(
+            router=param((d, e), ("embed", None), dtype=jnp.float32),
+            bias=None if hashed else param((e,), (None,), constant(0.0), dtype=jnp.float32, **fixed),
+            tid2eid=param((c.vocab_size, k), (None, None), distinct_ids(e), dtype=jnp.int32, **fixed)
+            if hashed
+            else None,
+            gate_up=param((e, d, 2, f), ("experts", "embed", None, "expert_mlp")),
+            down=param((e, f, d), ("experts", "expert_mlp", "embed")),
+        )
+
+    def route(self, x: jax.Array, tokens: jax.Array, c: ModelConfig) -> Routing:
+        """x [n, D], tokens [n] -> Routing. Scores in float32; at ties the lower expert wins, and -0.0 ties 0.0."""
+        logits = jnp.einsum("nd,de->ne", x.astype(jnp.float32), self.router, precision=lax.Precision.HIGHEST)
+        scores = root_softplus(logits)
+        if self.tid2eid is not None:
+            experts = self.tid2eid[tokens]
+        else:
+            biased = lax.stop_gradient(scores) + self.bias
+            _, experts = lax.top_k(jnp.where(biased == 0, 0.0, biased), c.num_experts_per_tok)
+        chosen = jnp.take_along_axis(scores, experts, axis=1)
+        weights = c.routed_scaling_factor * chosen / (jnp.sum(chosen, axis=1, keepdims=True) + 1e-20)
+        return Routing(experts, weights, scores)
+
+    def permute(self, x: jax.Array, p: Permutation, o: MoEOptions) -> jax.Array:
+        """Activations [n, D] -> rows [n K, D] sorted by expert, gathered from the originals."""
+        return o.permute.gather(x, p)
+
+    def unpermute(self, rows: jax.Array, weights: jax.Array, p: Permutation, o: MoEOptions) -> jax.Array:
+        """Sorted expert outputs [n K, D] -> each token's weighted sum [n, D]."""
+        return o.permute.combine(rows, weights, p)
+
+    def experts(self, rows: jax.Array, group_sizes: jax.Array, limit: float) -> jax.Array:
+        """Rows [R, D] sorted by this device's experts -> their outputs [R, D]; undefined past the last group."""
+        local, d, _, f = self.gate_up.shape
+        h = lax.ragged_dot(rows, self.gate_up.reshape(local, d, 2 * f), group_sizes)
+        h = clamped_swiglu(h[:, :f], h[:, f:], limit)
+        return lax.ragged_dot(hide_unused(h, group_sizes), self.down, group_sizes)
+
+    def __call__(
+        self, x: jax.Array, routing: Routing, valid: jax.Array, c: ModelConfig, o: MoEOptions
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tokens [n, D] through their experts -> ([n, D], dropped []). Tokens not `valid` [n] visit none."""
+        p = sort_by_expert(routing.experts, valid, c.num_experts)
+        with jax.named_scope("permute"):
+            rows = self.permute(x, p, o)
+        exchange = o.exchange(x.shape[0], c)
+        if exchange is None:
+            rows = self.experts(hide_unused(rows, p.group_sizes), p.group_sizes, c.mlp_activations_limit)
+            rows, dropped = hide_unused(rows, p.group_sizes), jnp.zeros((), jnp.int32)
+        else:
+            with jax.named_scope("dispatch"):
+                plan = plan_exchange(p.group_sizes, exchange)
+                received = dispatch(rows, plan, exchange)
+            with jax.named_scope("experts"):
+                received = self.experts(received, plan.group_sizes, c.mlp_activations_limit)
+            with jax.named_scope("collect"):
+                rows, dropped = collect(received, plan, rows.shape[0], exchange), plan.dropped
+        with jax.named_scope("combine"):
+            return self.unpermute(rows, routing.weights, p, o), dropped
+
+
+def hide_unused(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Zero the rows past the last group, which nobody wrote; their cotangents too."""
+    used = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
+    return jnp.where(used[:, None], rows, 0)
+
+
+class MoE(struct.PyTreeNode):
+    """Routed experts beside the shared one."""
+
+    routed: RoutedMoE
+    shared: SharedExpert
+
+    @classmethod
+    def spec(cls, c: ModelConfig, hashed: bool) -> "MoE":
+        return cls(routed=RoutedMoE.spec(c, hashed), shared=SharedExpert.spec(c))
+
+
+def moe(
+    p: MoE, x: jax.Array, tokens: jax.Array, valid: jax.Array, c: ModelConfig, o: MoEOptions
+) -> tuple[jax.Array, MoEStats]:
+    """Normed input [B, S / tensor, D], token ids and validity [B, S / tensor] -> ([B, S / tensor, D], stats).
+
+    With experts over (expert, tensor) each device routes and sends its own tokens. With experts over expert alone
+    their widths are split over tensor: tokens are gathered over it first and the partial outputs reduce-scattered.
+    """
+    batch, local, d = x.shape
+    with jax.named_scope("route"):
+        routing = p.routed.route(x.reshape(-1, d), tokens.reshape(-1), c)
+    stats = statistics(p.routed, routing, valid, c, o)
+    if TENSOR in o.expert_axes:
+        y, dropped = p.routed(x.reshape(-1, d), routing, valid.reshape(-1), c, o)
+        y = y.reshape(batch, local, d)
+    else:
+        whole = jax.tree.map(
+            lambda a: gather_length(a.reshape(batch, local, -1)).reshape(-1, *a.shape[1:]),
+            (x.reshape(-1, d), routing, valid.reshape(-1)),
+        )
+        y, dropped = p.routed(*whole, c, o)
+        y = scatter_length(y.reshape(batch, -1, d))
+        dropped = jnp.where(lax.axis_index(TENSOR) == 0, dropped, 0)  # every tensor device counts the same rows
+    with jax.named_scope("shared_expert"):
+        return y + p.shared(x, c.mlp_activations_limit), stats.replace(dropped=dropped)
+
+
+def statistics(p: RoutedMoE, routing: Routing, valid: jax.Array, c: ModelConfig, o: MoEOptions) -> MoEStats:
+    """Load, and the sequence-wise balance loss (SPEC section 11): sum over rows of sum_e f_e P_e, where f_e is an
+    expert's share of a row's assignments times E and P_e its mean normalised score. f has no gradient, so devices
+    that share a row can each add their own tokens' part of P. Hash layers have no such loss."""
+    batch, local = valid.shape
+    rows = jnp.where(valid.reshape(-1, 1), routing.experts, c.num_experts).reshape(batch, -1)
+    counts = jax.vmap(lambda r: jnp.bincount(r, length=c.num_experts))(rows)
+    balance = jnp.zeros((), jnp.float32)
+    if o.balance_loss and p.bias is not None:
+        share = routing.scores / (jnp.sum(routing.scores, axis=-1, keepdims=True) + 1e-20)
+        share = jnp.sum(jnp.where(valid[..., None], share.reshape(batch, local, -1), 0), axis=1)
+        length = lax.psum(jnp.sum(valid, axis=1, keepdims=True), TENSOR)
+        chosen = lax.psum(counts, TENSOR) * c.num_experts / (c.num_experts_per_tok * jnp.maximum(length, 1))
+        balance = jnp.sum(chosen * share / jnp.maximum(length, 1))
+    finite = jnp.all(jnp.isfinite(routing.scores))
+    return MoEStats(jnp.sum(counts, axis=0), jnp.zeros((), jnp.int32), balance, finite)

@@ -1,0 +1,142 @@
+"""The expert exchange: sorted rows to the devices that hold their experts, and back.
+
+Every device sees the whole table of group sizes (P x E integers), so each knows where any row goes and no sizes are
+negotiated. A receiver's rows form one queue, in order of (local expert, sending device, row), and a receive buffer of
+R rows takes the first R: they land sorted by expert, with no second sort. What lies beyond R is counted, not sent,
+and comes back as zeros.
+
+`ragged_all_to_all` moves only what is sent. XLA has it for TPU; elsewhere the same plan drives an `all_to_all` of
+blocks padded to the largest block possible.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from trainer.sharding import varying_like
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What is known when the step is built."""
+
+    axes: tuple[str, ...]  # mesh axes the experts are spread over
+    ragged: bool  # whether the mesh's platform has ragged_all_to_all
+    capacity: int  # R, rows of the receive buffer
+    block: int  # most rows one device can send another: tokens x min(K, local experts)
+
+
+class ExchangePlan(struct.PyTreeNode):
+    """Segments of rows, one per (device, device's expert): [P, E / P] arrays of int32."""
+
+    send_start: jax.Array  # in my sorted rows, by receiver
+    send_size: jax.Array
+    remote_start: jax.Array  # where my rows land at each receiver
+    receive_start: jax.Array  # in my buffer, by sender
+    receive_size: jax.Array
+    source_start: jax.Array  # where my buffer's rows lie at each sender
+    group_sizes: jax.Array  # [E / P] rows in my buffer per local expert
+    dropped: jax.Array  # [] rows meant for me beyond the buffer
+
+
+def _before(x: jax.Array) -> jax.Array:
+    """Exclusive cumulative sum along the last dim."""
+    return jnp.cumsum(x, axis=-1) - x
+
+
+def plan_exchange(group_sizes: jax.Array, e: Exchange) -> ExchangePlan:
+    """My rows per expert [E] -> the plan. One all-gather of E integers over the expert axes."""
+    sizes = lax.all_gather(group_sizes, e.axes)  # [P, E]
+    num = sizes.shape[0]
+    me = lax.axis_index(e.axes)
+    by_receiver = sizes.reshape(num, num, -1)  # [sender, receiver, local expert]
+    starts = _before(sizes).reshape(by_receiver.shape)  # in the sender's sorted rows
+    queue = by_receiver.transpose(1, 2, 0)  # [receiver, local expert, sender]
+    place = _before(queue.reshape(num, -1)).reshape(queue.shape)
+    taken = jnp.clip(e.capacity - place, 0, queue)
+    place, taken = place.transpose(2, 0, 1), taken.transpose(2, 0, 1)  # [sender, receiver, local expert]
+    return ExchangePlan(
+        send_start=starts[me],
+        send_size=taken[me],
+        remote_start=place[me],
+        receive_start=place[:, me],
+        receive_size=taken[:, me],
+        source_start=starts[:, me],
+        group_sizes=jnp.sum(taken[:, me], axis=0),
+        dropped=jnp.sum(by_receiver[:, me] - taken[:, me]),
+    )
+
+
+def _move(rows: jax.Array, num_rows: int, start: jax.Array, size: jax.Array, remote: jax.Array, landing: jax.Array,
+          incoming: jax.Array, e: Exchange) -> jax.Array:
+    """Move segments of rows [n, D] to other devices: -> [num_rows, D], zero where nothing lands.
+
+    start, size, remote: my segments and where they land; landing, incoming: where and how much arrives; all [P, E/P].
+    """
+    empty = varying_like(jnp.zeros((num_rows, rows.shape[1]), rows.dtype), rows, start)
+    if e.ragged:
+        flat = [a.reshape(-1) for a in (start, size, remote, incoming)]
+        return lax.ragged_all_to_all(rows, empty, *flat, axis_name=e.axes)
+    slot = jnp.arange(e.block)
+    blocks = rows[_slot_to_row(start, size, slot, rows.shape[0])]  # [P, block, D]
+    blocks = lax.all_to_all(blocks, e.axes, split_axis=0, concat_axis=0, tiled=True)
+    target = _slot_to_row(landing, incoming, slot, num_rows)
+    return empty.at[target.reshape(-1)].set(blocks.reshape(-1, rows.shape[1]), mode="drop")
+
+
+def _slot_to_row(start: jax.Array, size: jax.Array, slot: jax.Array, nowhere: int) -> jax.Array:
+    """Blocks hold a device's segments one after another. start, size [P, E/P], slot [block] -> [P, block] rows."""
+    ends = jnp.cumsum(size, axis=-1)
+    segment = jax.vmap(lambda end: jnp.searchsorted(end, slot, side="right"))(ends)
+    within = slot - jnp.take_along_axis(ends - size, segment, axis=-1, mode="clip")
+    row = jnp.take_along_axis(start, segment, axis=-1, mode="clip") + within
+    return jnp.where(slot < ends[:, -1:], row, nowhere)
+
+
+def _no_gradients(p: ExchangePlan) -> ExchangePlan:
+    return jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), p)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dispatch(rows: jax.Array, p: ExchangePlan, e: Exchange) -> jax.Array:
+    """My sorted rows [n K, D] -> the rows for my experts [R, D], sorted by expert; zero past the last. The backward
+    is `collect`."""
+    return _move(
+        rows, e.capacity, p.send_start, p.send_size, p.remote_start, p.receive_start, p.receive_size, e
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def collect(rows: jax.Array, p: ExchangePlan, num_rows: int, e: Exchange) -> jax.Array:
+    """My experts' rows [R, D] back to where they came from: my sorted rows [n K, D], zero where none was sent. The
+    backward is `dispatch`."""
+    return _move(
+        rows, num_rows, p.receive_start, p.receive_size, p.source_start, p.send_start, p.send_size, e
+    )
+
+
+def _dispatch_forward(rows: jax.Array, p: ExchangePlan, e: Exchange) -> tuple[jax.Array, tuple]:
+    return dispatch(rows, p, e), (p, rows.shape[0])
+
+
+def _dispatch_backward(e: Exchange, residuals: tuple, cotangent: jax.Array) -> tuple:
+    p, num_rows = residuals
+    return collect(cotangent, p, num_rows, e), _no_gradients(p)
+
+
+def _collect_forward(rows: jax.Array, p: ExchangePlan, num_rows: int, e: Exchange) -> tuple[jax.Array, ExchangePlan]:
+    return collect(rows, p, num_rows, e), p
+
+
+def _collect_backward(num_rows: int, e: Exchange, p: ExchangePlan, cotangent: jax.Array) -> tuple:
+    del num_rows
+    return dispatch(cotangent, p, e), _no_gradients(p)
+
+
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+collect.defvjp(_collect_forward, _collect_backward)

@@ -1,0 +1,76 @@
+"""Where every dim of every array lies on the mesh. The only place that knows.
+
+The model runs inside one `jax.shard_map` over the whole mesh: `models/` and `ops/` are written for one device's
+shard, and every collective in the program is a line of theirs. This module says how shards are cut.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+DATA, FSDP, EXPERT, TENSOR = AXES = ("data", "fsdp", "expert", "tensor")
+BATCH_AXES = (DATA, FSDP, EXPERT)
+
+Axes = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Logical dim name -> mesh axes. Weights and activations use different names on purpose.
+
+    Weights are cut twice: `embed` and `rank` dims over fsdp, to be gathered just before use, and `heads`, `mlp`,
+    `vocab` and `experts` for good, because the work on them is split the same way.
+    """
+
+    batch: Axes = BATCH_AXES
+    length: Axes = TENSOR
+    embed: Axes = FSDP
+    rank: Axes = FSDP
+    heads: Axes = TENSOR
+    mlp: Axes = TENSOR
+    vocab: Axes = TENSOR
+    table: Axes = (TENSOR, FSDP)  # the embedding table's width: looking a token up needs no collective
+    experts: Axes = (EXPERT, TENSOR)
+    expert_mlp: Axes = None
+
+    @classmethod
+    def for_experts(cls, expert_axes: Sequence[str]) -> "Layout":
+        """Experts over (expert, tensor), or over expert alone with each expert's width over tensor."""
+        spread = TENSOR in expert_axes
+        return cls(experts=tuple(expert_axes), expert_mlp=None if spread else TENSOR)
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        return self.experts if isinstance(self.experts, tuple) else (EXPERT,)
+
+    def pspec(self, *dims: str | None) -> P:
+        """The PartitionSpec of an array with these dims; an unknown name is an AttributeError naming it."""
+        return P(*(None if d is None else getattr(self, d) for d in dims))
+
+
+def gather_fsdp(x: jax.Array, dims: Sequence[str | None]) -> jax.Array:
+    """A weight's shard with its `embed`/`rank` dim made whole: one all-gather over fsdp (backward: reduce-scatter)."""
+    for axis, dim in enumerate(dims):
+        if dim in ("embed", "rank"):
+            x = lax.all_gather(x, FSDP, axis=axis, tiled=True)
+    return x
+
+
+def gather_length(x: jax.Array) -> jax.Array:
+    """[B, S / tensor, ...] -> [B, S, ...]: one all-gather over tensor (backward: reduce-scatter)."""
+    return lax.all_gather(x, TENSOR, axis=1, tiled=True)
+
+
+def scatter_length(x: jax.Array) -> jax.Array:
+    """Partial sums [B, S, ...] -> summed [B, S / tensor, ...]: one reduce-scatter over tensor."""
+    return lax.psum_scatter(x, TENSOR, scatter_dimension=1, tiled=True)
+
+
+def varying_like(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """The same values, typed as different on every device the others differ on: what a loop's first carry has to be."""
+    axes = {axis for other in others for axis in jax.typeof(other).manual_axis_type.varying}
+    missing = tuple(axis for axis in AXES if axis in axes - jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x

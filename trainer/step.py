@@ -1,0 +1,201 @@
+"""The training step: one function for training, for evaluation of memory and for tests.
+
+`step(state, frozen, batch)`: only `state` is differentiated, optimised, donated and saved.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from trainer.config import Config
+from trainer.mesh import platform
+from trainer.models.config import ModelConfig
+from trainer.models.deepseek_v4 import Batch, DeepSeekV4, Options, decode, layer_kinds, segments
+from trainer.models.moe import MoEOptions, MoEStats
+from trainer.ops.attend import ATTENTION
+from trainer.ops.cross_entropy import IGNORE, cross_entropy
+from trainer.ops.permute import PERMUTE
+from trainer.optimizer import as_float32
+from trainer.params import gather_leaf, merge, pspecs, split_trainable
+from trainer.sharding import AXES, Layout
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+
+REMAT: dict[str, Callable[[Callable], Callable]] = {
+    "none": lambda layer: layer,
+    "minimal": lambda layer: jax.checkpoint(
+        layer, prevent_cse=False, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
+    "full": lambda layer: jax.checkpoint(layer, prevent_cse=False),
+}
+
+
+class TrainState(struct.PyTreeNode):
+    """All that training changes."""
+
+    step: jax.Array  # [] int32: updates done
+    params: Any  # DeepSeekV4
+    opt_state: Any
+
+
+class Sums(struct.PyTreeNode):
+    """What a microbatch adds up to over the whole mesh."""
+
+    loss: jax.Array  # [] float32: cross-entropy summed over targets
+    balance: jax.Array  # [] float32: balance loss summed over rows and layers
+    load: jax.Array  # [L, E] int32: assignments per layer and expert
+    dropped: jax.Array  # [L] int32: assignments over the receive buffers
+    finite: jax.Array  # [L] bool: the layer's router scores are numbers
+
+
+@dataclass(frozen=True)
+class Program:
+    """The model on a mesh: what every compiled function of a run is built from."""
+
+    model: ModelConfig
+    options: Options
+    layout: Layout
+    mesh: Mesh
+    weight_dtype: Any
+    spec: DeepSeekV4  # of Param
+
+    def on_mesh(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    @property
+    def batch_spec(self) -> P:
+        return self.layout.pspec("batch", "length")
+
+
+def build_program(config: Config, mesh: Mesh) -> Program:
+    """Turn the config's names into functions and shapes, once."""
+    layout = Layout.for_experts(config.moe_expert_axes)
+    moe_options = MoEOptions(
+        permute=PERMUTE[config.moe_permute],
+        expert_axes=layout.expert_axes,
+        ragged_exchange=platform(mesh) == "tpu",
+        capacity_factor=config.moe_capacity_factor,
+        balance_loss=config.load_balance_loss_weight > 0,
+    )
+    options = Options(
+        dtype=DTYPES[config.dtype],
+        attend=ATTENTION[config.attention],
+        moe=moe_options,
+        remat=REMAT[config.remat_policy],
+        loss_chunk_tokens=config.loss_chunk_tokens,
+    )
+    spec = DeepSeekV4.spec(config.model)
+    return Program(config.model, options, layout, mesh, DTYPES[config.weight_dtype], spec)
+
+
+def stacked_stats(stats: list[MoEStats]) -> MoEStats:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)
+
+
+def forward_sums(program: Program) -> Callable[[DeepSeekV4, Batch], Sums]:
+    """The loss of a microbatch on the mesh: (params, batch [B, S]) -> Sums, equal on all devices."""
+    o = program.options
+
+    def local(params: DeepSeekV4, batch: Batch) -> Sums:
+        h, stats, _ = decode(params, batch, program.model, o)
+        with jax.named_scope("loss"):
+            head = gather_leaf(program.spec.head, params.head, program.weight_dtype)
+            h, targets = h.reshape(-1, h.shape[-1]), batch.targets.reshape(-1)
+            loss = cross_entropy(h, head, targets, o.loss_chunk_tokens)
+        s = stacked_stats(stats)
+        bad = lax.psum((~s.finite).astype(jnp.int32), AXES)
+        loss, balance, load, dropped = lax.psum((loss, jnp.sum(s.balance), s.load, s.dropped), AXES)
+        return Sums(loss, balance, load, dropped, bad == 0)
+
+    return program.on_mesh(local, (pspecs(program.spec, program.layout), program.batch_spec), P())
+
+
+def make_step(program: Program, config: Config, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """`step(state, frozen, batch) -> (state, metrics)`; batch leaves are [A, B, S], A microbatches one after another.
+
+    The loss is the mean over all targets of the whole batch, so it does not depend on how rows are cut into
+    microbatches or spread over devices; the balance loss is the mean over all rows.
+    """
+    forward = forward_sums(program)
+
+    def step(state: TrainState, frozen: None, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        del frozen
+        trainable, fixed = split_trainable(program.spec, state.params)
+        num_targets = jnp.maximum(jnp.sum(batch.targets != IGNORE), 1)
+        num_rows = batch.targets.shape[0] * batch.targets.shape[1]
+
+        def loss_of(trainable: DeepSeekV4, micro: Batch) -> tuple[jax.Array, Sums]:
+            sums = forward(merge(trainable, fixed), micro)
+            balance = config.load_balance_loss_weight * sums.balance / num_rows
+            return sums.loss / num_targets + balance, sums
+
+        grads, sums = accumulate(jax.grad(loss_of, has_aux=True), trainable, batch)
+        with jax.named_scope("optimizer"):
+            grad_norm = optax.global_norm(grads)
+            updates, opt_state = optimizer.update(grads, state.opt_state, as_float32(trainable))
+            params = merge(optax.apply_updates(trainable, updates), fixed)
+            params = balance_experts(params, sums.load, config.routed_bias_update_rate, program.model)
+        metrics = step_metrics(sums, num_targets, num_rows) | {"grad_norm": grad_norm}
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return step
+
+
+def accumulate(grad: Callable[..., tuple[Any, Sums]], trainable: Any, batch: Batch) -> tuple[Any, Sums]:
+    """Gradients (float32) and sums added up over the microbatches of a batch [A, B, S]."""
+    micro = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(min(2, batch.tokens.shape[0]))]
+    grads, sums = grad(trainable, micro[0])
+    grads = as_float32(grads)
+    if len(micro) == 1:
+        return grads, sums
+
+    def add(total: tuple[Any, Sums], one: Batch) -> tuple[tuple[Any, Sums], None]:
+        more, s = grad(trainable, one)
+        both = jax.tree.map(jnp.add, (total[0], total[1].replace(finite=s.finite)), (as_float32(more), s))
+        return (both[0], both[1].replace(finite=total[1].finite & s.finite)), None
+
+    return lax.scan(add, (grads, sums), jax.tree.map(lambda x: x[1:], batch))[0]
+
+
+def balance_experts(params: DeepSeekV4, load: jax.Array, rate: float, c: ModelConfig) -> DeepSeekV4:
+    """Move each router's bias by `rate` against its load [L, E] over the whole batch (SPEC section 11)."""
+    moves = rate * jnp.sign(jnp.mean(load, axis=1, keepdims=True) - load)
+    blocks, first = [], 0
+    for kind, block in zip(segments(layer_kinds(c)), params.segments, strict=True):
+        num = len(kind.block)
+        of_segment = moves[first : first + num * kind.repeats].reshape(kind.repeats, num, -1)
+        blocks.append(tuple(move_bias(layer, of_segment[:, j]) for j, layer in enumerate(block)))
+        first += num * kind.repeats
+    return params.replace(segments=tuple(blocks))
+
+
+def move_bias(layer: Any, moves: jax.Array) -> Any:
+    """Hash layers have no bias and stay as they are."""
+    routed = layer.moe.routed
+    if routed.bias is None:
+        return layer
+    return layer.replace(moe=layer.moe.replace(routed=routed.replace(bias=routed.bias + moves)))
+
+
+def step_metrics(sums: Sums, num_targets: jax.Array, num_rows: int) -> dict[str, jax.Array]:
+    """Scalars, and per-layer vectors [L] under names ending in `_by_layer`."""
+    load = sums.load.astype(jnp.float32)
+    max_over_mean = jnp.max(load, axis=1) / jnp.maximum(jnp.mean(load, axis=1), 1e-9)
+    return {
+        "loss": sums.loss / num_targets,
+        "num_targets": num_targets,
+        "moe_balance_loss": sums.balance / num_rows,
+        "moe_dropped_tokens": jnp.sum(sums.dropped),
+        "moe_dropped_tokens_by_layer": sums.dropped,
+        "moe_load_max_over_mean": jnp.max(max_over_mean),
+        "moe_load_max_over_mean_by_layer": max_over_mean,
+        "router_finite_by_layer": sums.finite,
+    }

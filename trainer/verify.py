@@ -1,0 +1,154 @@
+"""Compare the model with golden numbers of an independent implementation: forward, loss and gradients, in float32."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trainer import hf
+from trainer.config import Config, from_values
+from trainer.errors import ConfigError
+from trainer.mesh import make_mesh
+from trainer.models.deepseek_v4 import Batch, DeepSeekV4, decode, logits
+from trainer.ops.cross_entropy import IGNORE
+from trainer.parallel import resolve_degrees
+from trainer.params import merge, named_leaves, pspecs, split_trainable
+from trainer.step import Program, build_program, forward_sums
+from trainer.validate import validate
+
+TOLERANCE = 1e-4  # of an array's largest magnitude
+
+
+def read_golden(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path) as arrays:
+            golden = {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not a golden .npz file: {error}") from None
+    ids = golden.get("input_ids")
+    if ids is None or ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+        raise ConfigError(f"{path}: has no input_ids of shape [batch, length]")
+    return golden
+
+
+def verify_config(folder: Path, ids: np.ndarray, overrides: Sequence[str]) -> Config:
+    """A float32 run on the folder's model whose batch holds `ids`, padded to what the mesh needs."""
+    values: dict[str, Any] = {
+        "model": hf.model_values(folder),
+        "run_name": "verify",
+        "hardware": "cpu",
+        "dtype": "float32",
+        "weight_dtype": "float32",
+        "remat_policy": "none",
+        "load_balance_loss_weight": 0.0,
+    }
+    config = from_values(values, overrides, str(folder)).config
+    degrees = resolve_degrees(config, config.num_cpu_devices)
+    rows = -(-ids.shape[0] // degrees.batch_shards) * degrees.batch_shards
+    multiple = degrees.tensor * config.model.compress_multiple
+    values["max_target_length"] = -(-ids.shape[1] // multiple) * multiple
+    values["per_device_batch_size"] = rows / degrees.product
+    resolved = from_values(values, overrides, str(folder))
+    if ids.max() >= config.model.vocab_size or ids.min() < 0:
+        raise ConfigError(f"input_ids run from {ids.min()} to {ids.max()}; the vocabulary has {config.model.vocab_size}")
+    return resolved.config
+
+
+def golden_batch(ids: np.ndarray, rows: int, length: int, program: Program) -> Batch:
+    """One document per row; padding rows and columns are segment 0."""
+    pad = ((0, rows - ids.shape[0]), (0, length - ids.shape[1]))
+    real = np.pad(np.ones_like(ids, np.int32), pad)
+    targets = np.pad(np.roll(ids, -1, axis=1), pad)
+    targets[:, ids.shape[1] - 1] = IGNORE
+    targets = np.where(real, targets, IGNORE)
+    host = Batch(
+        tokens=np.pad(ids, pad).astype(np.int32),
+        targets=targets.astype(np.int32),
+        segment_ids=real,
+        positions=np.arange(length, dtype=np.int32) * real,
+    )
+    return jax.device_put(host, NamedSharding(program.mesh, program.batch_spec))
+
+
+def activations(program: Program, params: DeepSeekV4, batch: Batch) -> dict[str, jax.Array]:
+    """Logits, final hidden and every layer's streams, over the whole batch."""
+
+    def local(params: DeepSeekV4, batch: Batch) -> dict[str, jax.Array]:
+        h, _, streams = decode(params, batch, program.model, program.options, keep_streams=True)
+        out = {f"L{i}.streams_out": s for i, s in enumerate(streams)}
+        return out | {"last_hidden": h, "logits": logits(program.spec, params, h, program.options)}
+
+    c, lay = program.model, program.layout
+    specs = {f"L{i}.streams_out": lay.pspec("batch", "length") for i in range(c.num_layers)}
+    specs |= {"last_hidden": lay.pspec("batch", "length"), "logits": lay.pspec("batch", None, "vocab")}
+    run = program.on_mesh(local, (pspecs(program.spec, lay), program.batch_spec), specs)
+    return jax.jit(run)(params, batch)
+
+
+def loss_and_gradients(program: Program, params: DeepSeekV4, batch: Batch) -> tuple[jax.Array, DeepSeekV4]:
+    """Mean cross-entropy and its gradient, with None where nothing trains."""
+    trainable, fixed = split_trainable(program.spec, params)
+    forward = forward_sums(program)
+
+    def loss(trainable: DeepSeekV4) -> jax.Array:
+        return forward(merge(trainable, fixed), batch).loss / jnp.sum(batch.targets != IGNORE)
+
+    return jax.jit(jax.value_and_grad(loss))(trainable)
+
+
+def golden_gradients(golden: dict[str, np.ndarray], program: Program) -> Iterator[tuple[str, tuple, np.ndarray]]:
+    """(our path, index of the layer in it, the golden gradient in our shape) for every parameter golden knows."""
+    tensors: dict[str, np.ndarray] = {}
+    for name, array in golden.items():
+        if name.startswith("grad/"):
+            tensors |= hf.split_experts(name.removeprefix("grad/"), array)
+    for leaf in hf.leaves(program.model, program.spec):
+        for at, layer in enumerate(leaf.layers or (None,)):
+            parts = [part for part in leaf.parts(program.model) if layer is None or part[0].startswith(f"layers.{layer}.")]
+            if not all(name in tensors for part in parts for name in part):
+                continue
+            made = [leaf.source.convert(program.model, *(tensors[n] for n in part)) for part in parts]
+            yield leaf.path, () if layer is None else (at,), np.stack(made) if leaf.source.per_expert else made[0]
+
+
+def difference(ours: np.ndarray, golden: np.ndarray) -> float:
+    """Largest difference, relative to the golden array's scale; infinite for another shape or a non-number."""
+    if ours.shape != golden.shape:
+        return float("inf")
+    error = float(np.max(np.abs(ours.astype(np.float64) - golden), initial=0.0))
+    scale = float(np.max(np.abs(golden), initial=0.0))
+    relative = error / scale if scale else error
+    return relative if np.isfinite(relative) else float("inf")
+
+
+def differences(config: Config, folder: Path, golden: dict[str, np.ndarray]) -> dict[str, float]:
+    """Every golden array this model can answer -> how far it is off."""
+    degrees = resolve_degrees(config, config.num_cpu_devices)
+    mesh = make_mesh(degrees)
+    program = build_program(config, mesh)
+    params = hf.load(folder, program)
+    ids = golden["input_ids"]
+    rows = round(config.per_device_batch_size * degrees.product)
+    batch = golden_batch(ids, rows, config.max_target_length, program)
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        ours = activations(program, params, batch)
+        loss, gradients = loss_and_gradients(program, params, batch)
+    result = {
+        name: difference(np.asarray(array)[: ids.shape[0], : ids.shape[1]], golden[name])
+        for name, array in ours.items()
+        if name in golden
+    }
+    if "loss" in golden:
+        result["loss"] = difference(np.asarray(loss), golden["loss"])
+    leaves = dict(named_leaves(gradients))
+    for path, index, reference in golden_gradients(golden, program):
+        layer = f"[{index[0]}]" if index else ""
+        result[f"grad/{path}{layer}"] = difference(np.asarray(leaves[path])[index], reference)
+    return result
