@@ -1,11 +1,16 @@
 # Each target first makes .venv, or reuses it: all that the project needs, in the versions that constraints.txt fixes.
-# Another Python than python3:   make setup PYTHON=python3.13   (afterwards plain `make` keeps it)
+# With another Python than python3:   make setup PYTHON=python3.13   (afterwards plain `make` keeps it)
 
 PYTHON ?= python3
+supported := 3.11 3.12 3.13
 version_of = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
-# The stamp of a complete .venv carries the version of its Python: asking for another one makes .venv anew.
+
+# The stamp of a complete .venv carries the version of its Python: naming another PYTHON makes .venv anew.
 kept := $(if $(filter file,$(origin PYTHON)),$(wildcard .venv/installed-$(call version_of,.venv/bin/python)))
-installed := $(or $(kept),.venv/installed-$(call version_of,$(PYTHON)))
+version := $(if $(kept),$(kept:.venv/installed-%=%),$(call version_of,$(PYTHON)))
+installed := .venv/installed-$(version)
+refusal = $(PYTHON) is $(or $(version:%=Python %),not found); Python 3.11, 3.12 or 3.13 is needed, \
+  as in "make $(or $(MAKECMDGOALS),setup) PYTHON=python3.12"
 
 .PHONY: setup smoke test lint
 
@@ -23,10 +28,9 @@ lint: setup
 	@.venv/bin/python -m pyright
 
 $(installed): pyproject.toml constraints.txt
-	@test -e $@ || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
-	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); this needs Python 3.11, 3.12 or 3.13:" \
-	       "make $(or $(MAKECMDGOALS),setup) PYTHON=python3.12" >&2; exit 1; }
-	@echo "Installing into .venv for Python $(patsubst .venv/installed-%,%,$@) (new: some 300 MB to download, a few minutes)"
-	@test -e $@ || $(PYTHON) -m venv --clear .venv
+	$(if $(filter $(supported),$(version)),,$(error $(refusal)))
+	@if test -e $@; then echo "Updating .venv (Python $(version))"; else \
+	  echo "Making .venv with Python $(version): about 300 MB to download, a minute or a few"; \
+	  $(PYTHON) -m venv --clear .venv; fi
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@

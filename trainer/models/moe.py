@@ -11,7 +11,7 @@ from trainer.models.config import ModelConfig
 from trainer.ops.exchange import Exchange, collect, dispatch, plan_exchange
 from trainer.ops.permute import Permutation, Permute, sort_by_expert
 from trainer.params import constant, distinct_ids, param
-from trainer.sharding import TENSOR, gather_length, scatter_length
+from trainer.sharding import TENSOR, gather_length, scatter_length, varying_like
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def moe(
         y = scatter_length(y.reshape(batch, -1, d))
         dropped = jnp.where(lax.axis_index(TENSOR) == 0, dropped, 0)  # every tensor device counts the same rows
     with jax.named_scope("shared_expert"):
-        return y + p.shared(x, c.mlp_activations_limit), stats.replace(dropped=dropped)
+        return y + p.shared(x, c.mlp_activations_limit), stats.replace(dropped=varying_like(dropped, x))
 
 
 def statistics(p: RoutedMoE, routing: Routing, valid: jax.Array, c: ModelConfig, o: MoEOptions) -> MoEStats:
