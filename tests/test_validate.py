@@ -136,10 +136,10 @@ def test_expert_axes(axes):
 def test_text_needs_files_and_room_for_bytes():
     assert message(TINY, ["dataset_type=text"]).startswith("dataset_type=text needs dataset_path")
     text = ["dataset_type=text", "dataset_path=x.txt"]
-    check(TINY, [*text, "model.vocab_size=258"])
-    assert message(TINY, [*text, "model.vocab_size=257"]).startswith("model.vocab_size=257 is too small for tokenizer_")
-    check(TINY, [*text, "model.vocab_size=257", "tokenizer_path=t.json"])
-    check(TINY, ["model.vocab_size=257"])  # synthetic data has no tokenizer
+    check(TINY, [*text, "model.vocab_size=257"])
+    assert message(TINY, [*text, "model.vocab_size=256"]).startswith("model.vocab_size=256 is too small for tokenizer_")
+    check(TINY, [*text, "model.vocab_size=256", "tokenizer_path=t.json"])
+    check(TINY, ["model.vocab_size=256"])  # synthetic data has no tokenizer
 
 
 # The mesh against the shapes.
@@ -171,8 +171,11 @@ def test_text_needs_files_and_room_for_bytes():
          "ici_tensor_parallelism=2"),
         (["ici_tensor_parallelism=4", "model.moe_mlp_dim=6"], "model.moe_mlp_dim=6 is not divisible by "
          "ici_tensor_parallelism=4 (the shared expert's width splits over tensor)"),
-        (["ici_tensor_parallelism=4", "model.indexer_n_heads=6"], "model.indexer_n_heads=6 is not divisible by "
-         "ici_tensor_parallelism=4 (the indexer's heads split over tensor)"),
+        (["ici_fsdp_parallelism=4", "model.q_lora_rank=6"], "model.q_lora_rank=6 is not divisible by "
+         "ici_fsdp_parallelism=4 (the query's rank splits over fsdp); nearest that work: model.q_lora_rank=4 or "
+         "model.q_lora_rank=8, or ici_fsdp_parallelism=2"),
+        (["ici_fsdp_parallelism=4", "model.o_lora_rank=6"], "model.o_lora_rank=6 is not divisible by "
+         "ici_fsdp_parallelism=4 (the output projection's rank splits over fsdp)"),
         (["ici_expert_parallelism=4", "model.num_experts=10"], "model.num_experts=10 is not divisible by "
          "ici_expert_parallelism=4 (with moe_expert_axes=[expert, tensor], experts split over both); nearest that "
          "work: model.num_experts=8 or model.num_experts=12, or ici_expert_parallelism=2"),
@@ -205,8 +208,8 @@ def test_products_divide_where_one_factor_does_not():
     check(TINY, ["ici_tensor_parallelism=4", "model.moe_mlp_dim=6", "model.shared_experts=2"])
 
 
-def test_without_compressed_sparse_layers_the_indexer_does_not_count():
-    check(TINY, ["ici_tensor_parallelism=4", "model.indexer_n_heads=6", "model.compress_ratios=[0,0,16]"])
+def test_the_indexer_heads_are_not_split():
+    check(TINY, ["ici_tensor_parallelism=4", "model.indexer_n_heads=6"])
 
 
 def test_without_compression_any_length_that_tensor_divides_will_do():

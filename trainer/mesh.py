@@ -3,7 +3,6 @@
 import jax
 from jax.sharding import AxisType, Mesh
 
-from trainer.errors import ConfigError
 from trainer.parallel import Degrees
 from trainer.sharding import AXES
 

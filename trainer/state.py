@@ -12,8 +12,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trainer import hf
 from trainer.config import Config
+from trainer.hf.load import load
 from trainer.models.deepseek_v4 import Batch
 from trainer.optimizer import as_float32, make_optimizer
 from trainer.parallel import BatchShape
@@ -47,7 +47,7 @@ def abstract_state(program: Program, optimizer: optax.GradientTransformation) ->
 def weights(program: Program, config: Config) -> Any:
     """The model's first weights, shard by shard: from `load_parameters_path`, or drawn from `seed`."""
     if config.load_parameters_path:
-        return hf.load(Path(config.load_parameters_path), program)
+        return load(Path(config.load_parameters_path), program)
     return initialize(program.spec, program.layout, program.mesh, program.weight_dtype, config.seed)
 
 

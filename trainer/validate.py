@@ -21,7 +21,7 @@ from trainer.parallel import (
     resolve_degrees,
 )
 
-BYTE_TOKENIZER_VOCABULARY = 258  # 256 bytes, begin and end of a document
+BYTE_TOKENIZER_VOCABULARY = 257  # 256 bytes and the end of a document
 
 _AT_LEAST_0 = "at least 0"
 _AT_LEAST_1 = "at least 1"
@@ -207,13 +207,13 @@ def _check_shapes(config: Config, degrees: Degrees, devices: int) -> None:
     )
     divides({"model.vocab_size": model.vocab_size}, tensor, "the vocabulary splits over tensor")
     divides({"model.emb_dim": model.emb_dim}, fsdp | tensor, "the embedding's width splits over fsdp and tensor")
+    divides({"model.q_lora_rank": model.q_lora_rank}, fsdp, "the query's rank splits over fsdp")
+    divides({"model.o_lora_rank": model.o_lora_rank}, fsdp, "the output projection's rank splits over fsdp")
     divides(
         {"model.moe_mlp_dim": model.moe_mlp_dim, "model.shared_experts": model.shared_experts},
         tensor,
         "the shared expert's width splits over tensor",
     )
-    if model.csa_compress_ratio in model.compress_ratios:
-        divides({"model.indexer_n_heads": model.indexer_n_heads}, tensor, "the indexer's heads split over tensor")
     _check_experts(config, degrees, devices)
 
 

@@ -1,6 +1,5 @@
 """Compare the model with golden numbers of an independent implementation: forward, loss and gradients, in float32."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,20 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from trainer import hf
 from trainer.config import Config, from_values
 from trainer.errors import ConfigError
+from trainer.hf.config import model_values
+from trainer.hf.load import load
+from trainer.hf.names import leaves, split_experts
 from trainer.mesh import make_mesh
 from trainer.models.deepseek_v4 import Batch, DeepSeekV4, decode, logits
 from trainer.ops.cross_entropy import IGNORE
 from trainer.parallel import resolve_degrees
 from trainer.params import merge, named_leaves, pspecs, split_trainable
 from trainer.step import Program, build_program, forward_sums
-from trainer.validate import validate
 
 TOLERANCE = 1e-4  # of an array's largest magnitude
 
@@ -41,7 +39,7 @@ def read_golden(path: Path) -> dict[str, np.ndarray]:
 def verify_config(folder: Path, ids: np.ndarray, overrides: Sequence[str]) -> Config:
     """A float32 run on the folder's model whose batch holds `ids`, padded to what the mesh needs."""
     values: dict[str, Any] = {
-        "model": hf.model_values(folder),
+        "model": model_values(folder),
         "run_name": "verify",
         "hardware": "cpu",
         "dtype": "float32",
@@ -57,7 +55,9 @@ def verify_config(folder: Path, ids: np.ndarray, overrides: Sequence[str]) -> Co
     values["per_device_batch_size"] = rows / degrees.product
     resolved = from_values(values, overrides, str(folder))
     if ids.max() >= config.model.vocab_size or ids.min() < 0:
-        raise ConfigError(f"input_ids run from {ids.min()} to {ids.max()}; the vocabulary has {config.model.vocab_size}")
+        raise ConfigError(
+            f"input_ids run from {ids.min()} to {ids.max()}; the vocabulary has {config.model.vocab_size}"
+        )
     return resolved.config
 
 
@@ -108,10 +108,12 @@ def golden_gradients(golden: dict[str, np.ndarray], program: Program) -> Iterato
     tensors: dict[str, np.ndarray] = {}
     for name, array in golden.items():
         if name.startswith("grad/"):
-            tensors |= hf.split_experts(name.removeprefix("grad/"), array)
-    for leaf in hf.leaves(program.model, program.spec):
+            tensors |= split_experts(name.removeprefix("grad/"), array)
+    for leaf in leaves(program.model, program.spec):
         for at, layer in enumerate(leaf.layers or (None,)):
-            parts = [part for part in leaf.parts(program.model) if layer is None or part[0].startswith(f"layers.{layer}.")]
+            parts = [
+                part for part in leaf.parts(program.model) if layer is None or part[0].startswith(f"layers.{layer}.")
+            ]
             if not all(name in tensors for part in parts for name in part):
                 continue
             made = [leaf.source.convert(program.model, *(tensors[n] for n in part)) for part in parts]
@@ -133,7 +135,7 @@ def differences(config: Config, folder: Path, golden: dict[str, np.ndarray]) -> 
     degrees = resolve_degrees(config, config.num_cpu_devices)
     mesh = make_mesh(degrees)
     program = build_program(config, mesh)
-    params = hf.load(folder, program)
+    params = load(folder, program)
     ids = golden["input_ids"]
     rows = round(config.per_device_batch_size * degrees.product)
     batch = golden_batch(ids, rows, config.max_target_length, program)

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from trainer.models.compression import Compressor, Indexer, Windows, compress, select, visible
+from trainer.models.compression import Compressor, Indexer, compress, select
 from trainer.models.config import ModelConfig
 from trainer.models.normalization import rms_norm
-from trainer.models.rope import Rotation, rotate
+from trainer.models.rope import rotate
+from trainer.models.rows import RowContext, Windows, visible
 from trainer.ops.attend import Attend, Entries
 from trainer.params import constant, param
 from trainer.sharding import TENSOR, gather_length, scatter_length
@@ -45,15 +46,6 @@ class Attention(struct.PyTreeNode):
         )
 
 
-class RowContext(struct.PyTreeNode):
-    """What attention needs to know of the rows, whole along the length; made once per batch, used by all layers."""
-
-    segment_ids: jax.Array  # [B, S] int32, 0 = padding
-    plain: Rotation  # for sliding-only layers
-    compressed: Rotation  # for the others
-    windows: dict[int, Windows]  # by compress ratio
-
-
 def attention(p: Attention, x: jax.Array, rows: RowContext, attend: Attend, c: ModelConfig) -> jax.Array:
     """Normed input [B, S / tensor, D] -> [B, S / tensor, D].
 
@@ -81,7 +73,7 @@ def compressed_entries(
     seen = visible(w, rows.segment_ids, jnp.arange(rows.segment_ids.shape[1]))
     if p.indexer is not None:
         with jax.named_scope("indexer"):
-            chosen = gather_length(select(p.indexer, x, q_low, w, rows.compressed, rows.segment_ids, c))
+            chosen = gather_length(select(p.indexer, x, q_low, rows, c))
         marks = jax.vmap(jax.vmap(lambda row, at: row.at[at].set(True, mode="drop")))
         seen = marks(jnp.zeros_like(seen), chosen)
     return Entries(kv=kv, seen=seen)

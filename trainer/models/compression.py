@@ -1,7 +1,6 @@
 """Compressed keys: windows of tokens pooled into one entry each, and the indexer that picks among them.
 
-SPEC sections 6 and 7. A window belongs to one document: it is counted from the document's first token, not from the
-row's, so a packed document has the very entries it has alone. With one document per row the two are the same.
+SPEC sections 6 and 7.
 """
 
 import jax
@@ -12,49 +11,9 @@ from jax import lax
 from trainer.models.config import ModelConfig
 from trainer.models.normalization import rms_norm
 from trainer.models.rope import Rotation, rotate
+from trainer.models.rows import RowContext, Windows, own_share, visible
 from trainer.params import constant, param
 from trainer.sharding import TENSOR, gather_length, varying_like
-
-
-class Windows(struct.PyTreeNode):
-    """Where the whole windows of a row end, in order; made once per ratio and batch, shared by all layers.
-
-    A row of S tokens holds at most T = S // ratio whole windows. Unused places end at S, after every token.
-    """
-
-    end: jax.Array  # [B, T] int32: row index of the window's last token
-    segment: jax.Array  # [B, T] int32: the document it lies in, 0 for unused places
-    first: jax.Array  # [B, T] bool: the document's first window, which has none before it
-    ratio: int = struct.field(pytree_node=False)
-
-
-def windows(segment_ids: jax.Array, positions: jax.Array, ratio: int) -> Windows:
-    """[B, S] segments (0 = padding) and positions in the document -> the row's windows."""
-    batch, length = segment_ids.shape
-    ends = (positions % ratio == ratio - 1) & (segment_ids > 0)
-    place = jnp.where(ends, jnp.cumsum(ends, axis=1) - 1, length)
-    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    end = jnp.full((batch, length // ratio), length, jnp.int32)
-    end = jax.vmap(lambda e, at, i: e.at[at].set(i, mode="drop"))(end, place, index)
-    used, at = end < length, jnp.minimum(end, length - 1)
-    segment = jnp.where(used, jnp.take_along_axis(segment_ids, at, axis=1), 0)
-    return Windows(end, segment, jnp.take_along_axis(positions, at, axis=1) < ratio, ratio)
-
-
-def own_share(w: Windows) -> Windows:
-    """The windows this device pools: T / tensor of each row."""
-    share = w.end.shape[1] // lax.axis_size(TENSOR)
-    start = lax.axis_index(TENSOR) * share
-    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, share, axis=1), w)
-
-
-def visible(w: Windows, segment_ids: jax.Array, index: jax.Array) -> jax.Array:
-    """Whether queries at row positions `index` [S] with segments [B, S] see each window whole in their past.
-
-    Returns [B, S, T] bool. A window that ends at the query itself is seen.
-    """
-    same_document = segment_ids[:, :, None] == w.segment[:, None, :]
-    return same_document & (w.end[:, None, :] <= index[None, :, None])
 
 
 class Compressor(struct.PyTreeNode):
@@ -72,9 +31,7 @@ class Compressor(struct.PyTreeNode):
         return cls(
             wkv=param((c.emb_dim, channels), ("embed", None), trainable=trainable),
             wgate=param((c.emb_dim, channels), ("embed", None), trainable=trainable),
-            position_bias=param(
-                (ratio, channels), (None, None), dtype=jnp.float32, decay=False, trainable=trainable
-            ),
+            position_bias=param((ratio, channels), (None, None), dtype=jnp.float32, decay=False, trainable=trainable),
             norm=param((width,), (None,), constant(1.0), dtype=jnp.float32, trainable=trainable),
         )
 
@@ -138,18 +95,17 @@ class Indexer(struct.PyTreeNode):
         )
 
 
-def select(
-    p: Indexer, x: jax.Array, q_low: jax.Array, w: Windows, turn: Rotation, segment_ids: jax.Array, c: ModelConfig
-) -> jax.Array:
+def select(p: Indexer, x: jax.Array, q_low: jax.Array, rows: RowContext, c: ModelConfig) -> jax.Array:
     """The entries each of this device's queries attends to: [B, S / tensor, k] int32, T where there is none.
 
-    x [B, S / tensor, D], q_low [B, S / tensor, Q]; segments and rotation of the whole row. Scores are summed head by
-    head, so [heads, S, T] never exists. At equal scores the lower index wins; -0.0 counts as 0.0.
+    x [B, S / tensor, D], q_low [B, S / tensor, Q]. Scores are summed head by head, so [heads, S, T] never exists. At
+    equal scores the lower index wins; -0.0 counts as 0.0.
     """
+    w, turn = rows.windows[c.csa_compress_ratio], rows.compressed
     x, q_low = lax.stop_gradient((x, q_low))
     batch, local, _ = x.shape
     start = lax.axis_index(TENSOR) * local
-    here = jax.tree.map(lambda t: lax.dynamic_slice_in_dim(t, start, local, axis=1), (turn, segment_ids))
+    here = jax.tree.map(lambda t: lax.dynamic_slice_in_dim(t, start, local, axis=1), (turn, rows.segment_ids))
     keys = compress(p.compressor, x, w, turn, c)
     queries = rotate(jnp.einsum("bsq,qhc->bshc", q_low, p.wq_b), here[0])
     head_weights = jnp.einsum("bsd,dh->bsh", x, p.weights_proj, preferred_element_type=jnp.float32)
@@ -157,9 +113,7 @@ def select(
 
     def add_head(total: jax.Array, head: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         q, a = head  # [B, s, Ci], [B, s]
-        match = jnp.einsum(
-            "bsc,btc->bst", q, keys, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-        )
+        match = jnp.einsum("bsc,btc->bst", q, keys, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         return total + a[..., None] * jax.nn.relu(match), None
 
     heads = (jnp.moveaxis(queries, 2, 0), jnp.moveaxis(head_weights, 2, 0))

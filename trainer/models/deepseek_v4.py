@@ -5,7 +5,6 @@ Everything below `embed` and above `Segment` runs inside `shard_map`, on one dev
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,13 +12,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from trainer.models.attention import Attention, RowContext, attention
-from trainer.models.compression import windows
+from trainer.models.attention import Attention, attention
 from trainer.models.config import ModelConfig
 from trainer.models.hyper_connections import HyperConnection, HyperHead, collapse, connect
 from trainer.models.moe import MoE, MoEOptions, MoEStats, moe
 from trainer.models.normalization import rms_norm
-from trainer.models.rope import rotation
+from trainer.models.rows import RowContext, row_context
 from trainer.ops.attend import Attend
 from trainer.params import constant, gather, gather_leaf, param, stack
 from trainer.sharding import TENSOR, gather_length
@@ -70,7 +68,9 @@ def segments(kinds: list[LayerKind]) -> list[SegmentKind]:
             for size in range(1, end - start + 1):
                 repeats, rest = divmod(end - start, size)
                 if rest == 0 and kinds[start:end] == kinds[start : start + size] * repeats:
-                    cuts.append((cost + size, num + 1, [*cut, SegmentKind(tuple(kinds[start : start + size]), repeats)]))
+                    cuts.append(
+                        (cost + size, num + 1, [*cut, SegmentKind(tuple(kinds[start : start + size]), repeats)])
+                    )
                     break
         best.append(min(cuts, key=lambda c: c[:2]))
     return best[-1][2]
@@ -146,17 +146,6 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
     return lax.all_to_all(part, TENSOR, split_axis=1, concat_axis=2, tiled=True)
 
 
-def row_context(batch: Batch, c: ModelConfig) -> RowContext:
-    """Segments, rotations and windows of whole rows, made once and shared by all layers."""
-    segment_ids, positions = gather_length(batch.segment_ids), gather_length(batch.positions)
-    return RowContext(
-        segment_ids=segment_ids,
-        plain=rotation(c, positions, compressed=False),
-        compressed=rotation(c, positions, compressed=True),
-        windows={r: windows(segment_ids, positions, r) for r in sorted(set(c.compress_ratios) - {0})},
-    )
-
-
 def decoder_layer(
     p: Layer, x: jax.Array, batch: Batch, rows: RowContext, c: ModelConfig, o: Options
 ) -> tuple[jax.Array, MoEStats]:
@@ -183,7 +172,7 @@ def decode(
     with jax.named_scope("embedding"):
         x = embed(p.embedding, batch.tokens, o.dtype)
         x = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], c.mhc_expansion_rate, x.shape[-1]))
-    rows = row_context(batch, c)
+    rows = row_context(batch.segment_ids, batch.positions, c)
     stats: list[MoEStats] = []
     streams: list[jax.Array] = []
     for kind, stacked in zip(segments(layer_kinds(c)), p.segments, strict=True):
@@ -191,7 +180,13 @@ def decode(
         def block(x: jax.Array, layers: tuple[Layer, ...], kind: SegmentKind = kind) -> tuple[jax.Array, list]:
             outs = []
             for layer_kind, layer in zip(kind.block, layers, strict=True):
-                x, stat = o.remat(partial(one_layer, kind=layer_kind, c=c, o=o))(layer, x, batch, rows)
+                spec = Layer.spec(c, layer_kind)
+
+                def run(layer: Layer, x: jax.Array, spec: Layer = spec) -> tuple[jax.Array, MoEStats]:
+                    # Gathered inside what is rematerialised, so that whole weights are never stored.
+                    return decoder_layer(gather(spec, layer, o.dtype), x, batch, rows, c, o)
+
+                x, stat = o.remat(run)(layer, x)
                 outs.append((stat, x if keep_streams else None))
             return x, outs
 
@@ -203,13 +198,6 @@ def decode(
     head = gather(HyperHead.spec(c), p.head_connection, o.dtype)
     h = rms_norm(collapse(head, x, c), p.norm, c.normalization_layer_epsilon)
     return h, stats, streams
-
-
-def one_layer(
-    p: Layer, x: jax.Array, batch: Batch, rows: RowContext, *, kind: LayerKind, c: ModelConfig, o: Options
-) -> tuple[jax.Array, MoEStats]:
-    """A layer with its weights gathered inside what is rematerialised, so that whole weights are never stored."""
-    return decoder_layer(gather(Layer.spec(c, kind), p, o.dtype), x, batch, rows, c, o)
 
 
 def logits(spec: DeepSeekV4, p: DeepSeekV4, h: jax.Array, o: Options) -> jax.Array:

@@ -11,6 +11,7 @@ blocks padded to the largest block possible.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,20 +73,26 @@ def plan_exchange(group_sizes: jax.Array, e: Exchange) -> ExchangePlan:
     )
 
 
-def _move(rows: jax.Array, num_rows: int, start: jax.Array, size: jax.Array, remote: jax.Array, landing: jax.Array,
-          incoming: jax.Array, e: Exchange) -> jax.Array:
-    """Move segments of rows [n, D] to other devices: -> [num_rows, D], zero where nothing lands.
+class _Route(NamedTuple):
+    """Segments on their way: mine to send and where they land, and what arrives here; all [P, E / P] int32."""
 
-    start, size, remote: my segments and where they land; landing, incoming: where and how much arrives; all [P, E/P].
-    """
-    empty = varying_like(jnp.zeros((num_rows, rows.shape[1]), rows.dtype), rows, start)
+    start: jax.Array  # of my segments, by receiver
+    size: jax.Array
+    remote: jax.Array  # where they land
+    landing: jax.Array  # where the segments for me land, by sender
+    incoming: jax.Array  # their sizes
+
+
+def _move(rows: jax.Array, num_rows: int, r: _Route, e: Exchange) -> jax.Array:
+    """Move segments of rows [n, D] to other devices: -> [num_rows, D], zero where nothing lands."""
+    empty = varying_like(jnp.zeros((num_rows, rows.shape[1]), rows.dtype), rows, r.start)
     if e.ragged:
-        flat = [a.reshape(-1) for a in (start, size, remote, incoming)]
+        flat = [a.reshape(-1) for a in (r.start, r.size, r.remote, r.incoming)]
         return lax.ragged_all_to_all(rows, empty, *flat, axis_name=e.axes)
     slot = jnp.arange(e.block)
-    blocks = rows[_slot_to_row(start, size, slot, rows.shape[0])]  # [P, block, D]
+    blocks = rows[_slot_to_row(r.start, r.size, slot, rows.shape[0])]  # [P, block, D]
     blocks = lax.all_to_all(blocks, e.axes, split_axis=0, concat_axis=0, tiled=True)
-    target = _slot_to_row(landing, incoming, slot, num_rows)
+    target = _slot_to_row(r.landing, r.incoming, slot, num_rows)
     return empty.at[target.reshape(-1)].set(blocks.reshape(-1, rows.shape[1]), mode="drop")
 
 
@@ -106,18 +113,16 @@ def _no_gradients(p: ExchangePlan) -> ExchangePlan:
 def dispatch(rows: jax.Array, p: ExchangePlan, e: Exchange) -> jax.Array:
     """My sorted rows [n K, D] -> the rows for my experts [R, D], sorted by expert; zero past the last. The backward
     is `collect`."""
-    return _move(
-        rows, e.capacity, p.send_start, p.send_size, p.remote_start, p.receive_start, p.receive_size, e
-    )
+    route = _Route(p.send_start, p.send_size, p.remote_start, p.receive_start, p.receive_size)
+    return _move(rows, e.capacity, route, e)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def collect(rows: jax.Array, p: ExchangePlan, num_rows: int, e: Exchange) -> jax.Array:
     """My experts' rows [R, D] back to where they came from: my sorted rows [n K, D], zero where none was sent. The
     backward is `dispatch`."""
-    return _move(
-        rows, num_rows, p.receive_start, p.receive_size, p.source_start, p.send_start, p.send_size, e
-    )
+    route = _Route(p.receive_start, p.receive_size, p.source_start, p.send_start, p.send_size)
+    return _move(rows, num_rows, route, e)
 
 
 def _dispatch_forward(rows: jax.Array, p: ExchangePlan, e: Exchange) -> tuple[jax.Array, tuple]:
