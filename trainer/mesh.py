@@ -1,5 +1,8 @@
 """The device mesh: axes (data, fsdp, expert, tensor), always all four, a size of 1 where unused."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 from jax.sharding import AxisType, Mesh
 
@@ -7,7 +10,7 @@ from trainer.parallel import Degrees
 from trainer.sharding import AXES
 
 
-def make_mesh(degrees: Degrees, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(degrees: Degrees, devices: Sequence[Any] | None = None) -> Mesh:
     """Lay the degrees on the devices; JAX places the axes along a TPU slice's rings where it can."""
     shape = (degrees.data, degrees.fsdp, degrees.expert, degrees.tensor)
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices)

@@ -60,8 +60,8 @@ class Param:
             drawn.append(self.init(np.random.Generator(np.random.Philox(key=key)), (count, columns)))
         return np.concatenate(drawn)[rows.start - first * BLOCK_ROWS : rows.stop - first * BLOCK_ROWS]
 
-    def shard(self, seed: int, path: str, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
-        """The values of one device's shard, `index` as jax gives it."""
+    def shard(self, seed: int, path: str, index: Any, dtype: Any) -> np.ndarray:
+        """The values of one device's shard; `index` is a slice per dim, as jax gives it."""
         ranges = [range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
         out = np.empty([len(r) for r in ranges], dtype)
         if len(ranges) == 1:

@@ -65,7 +65,7 @@ class Program:
     layout: Layout
     mesh: Mesh
     weight_dtype: Any
-    spec: DeepSeekV4  # of Param
+    spec: Any  # DeepSeekV4 of Param
 
     def on_mesh(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)

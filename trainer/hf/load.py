@@ -75,7 +75,7 @@ def check_tensors(files: TensorFiles, wanted: list[Leaf], c: ModelConfig, folder
         raise ConfigError(f"{folder} does not hold this model ({len(faults)} faults):\n  {shown}")
 
 
-def read_shard(files: TensorFiles, leaf: Leaf, index: tuple[slice, ...], c: ModelConfig, dtype: Any) -> np.ndarray:
+def read_shard(files: TensorFiles, leaf: Leaf, index: Any, c: ModelConfig, dtype: Any) -> np.ndarray:
     """The values of one device's shard, reading only the layers and experts it holds."""
     lead = [range(*s.indices(n)) for s, n in zip(index, leaf.param.shape, strict=True)]
     layers = [leaf.layers[i] for i in lead.pop(0)] if leaf.layers else [None]

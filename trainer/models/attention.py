@@ -9,7 +9,7 @@ from trainer.models.compression import Compressor, Indexer, compress, select
 from trainer.models.config import ModelConfig
 from trainer.models.normalization import rms_norm
 from trainer.models.rope import rotate
-from trainer.models.rows import RowContext, Windows, visible
+from trainer.models.rows import RowContext, visible
 from trainer.ops.attend import Attend, Entries
 from trainer.params import constant, param
 from trainer.sharding import TENSOR, gather_length, scatter_length
@@ -52,13 +52,12 @@ def attention(p: Attention, x: jax.Array, rows: RowContext, attend: Attend, c: M
     Each device projects its own tokens down, attends with its own heads over the whole row, and the output
     projection's partial sums are reduce-scattered back to tokens.
     """
-    ratio = p.compressor.position_bias.shape[0] if p.compressor is not None else 0
-    turn = rows.compressed if ratio else rows.plain
+    turn = rows.plain if p.compressor is None else rows.compressed
     epsilon = c.normalization_layer_epsilon
     q_low = rms_norm(jnp.einsum("bsd,dq->bsq", x, p.wq_a), p.q_norm, epsilon)
     kv = gather_length(rms_norm(jnp.einsum("bsd,dc->bsc", x, p.wkv), p.kv_norm, epsilon))
     kv = rotate(kv, turn)
-    entries = compressed_entries(p, x, q_low, rows.windows[ratio], rows, c) if ratio else None
+    entries = None if p.compressor is None else compressed_entries(p, p.compressor, x, q_low, rows, c)
     q = jnp.einsum("bsq,qhc->bshc", gather_length(q_low), p.wq_b)
     q = rotate(rms_norm(q, None, epsilon), turn)
     o = attend(q, kv, entries, p.sinks, rows.segment_ids, c.sliding_window_size)
@@ -66,10 +65,11 @@ def attention(p: Attention, x: jax.Array, rows: RowContext, attend: Attend, c: M
 
 
 def compressed_entries(
-    p: Attention, x: jax.Array, q_low: jax.Array, w: Windows, rows: RowContext, c: ModelConfig
+    p: Attention, compressor: Compressor, x: jax.Array, q_low: jax.Array, rows: RowContext, c: ModelConfig
 ) -> Entries:
     """The layer's compressed keys, and which of them each query of the row sees."""
-    kv = compress(p.compressor, x, w, rows.compressed, c)
+    w = rows.windows[compressor.position_bias.shape[0]]
+    kv = compress(compressor, x, w, rows.compressed, c)
     seen = visible(w, rows.segment_ids, jnp.arange(rows.segment_ids.shape[1]))
     if p.indexer is not None:
         with jax.named_scope("indexer"):

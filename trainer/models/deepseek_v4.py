@@ -128,12 +128,12 @@ def active_params(c: ModelConfig, total: int) -> int:
 
 
 class Batch(struct.PyTreeNode):
-    """One microbatch, laid out (batch, length)."""
+    """One microbatch, laid out (batch, length). The step takes [A, B, S], A microbatches."""
 
-    tokens: jax.Array  # [B, S] int32
-    targets: jax.Array  # [B, S] int32: the token to predict, or IGNORE
-    segment_ids: jax.Array  # [B, S] int32: the document within the row, 0 = padding
-    positions: jax.Array  # [B, S] int32: position within the document
+    tokens: Any  # [B, S] int32
+    targets: Any  # [B, S] int32: the token to predict, or IGNORE
+    segment_ids: Any  # [B, S] int32: the document within the row, 0 = padding
+    positions: Any  # [B, S] int32: position within the document
 
 
 def embed(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
@@ -200,7 +200,7 @@ def decode(
     return h, stats, streams
 
 
-def logits(spec: DeepSeekV4, p: DeepSeekV4, h: jax.Array, o: Options) -> jax.Array:
+def logits(spec: Any, p: DeepSeekV4, h: jax.Array, o: Options) -> jax.Array:
     """Final hidden [B, S / tensor, D] -> logits of every token over this device's vocabulary [B, S, V / tensor]."""
     head = gather_leaf(spec.head, p.head, o.dtype)
     return jnp.einsum("bsd,dv->bsv", gather_length(h), head, preferred_element_type=jnp.float32)

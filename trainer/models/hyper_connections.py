@@ -1,6 +1,7 @@
 """Manifold-constrained hyper-connections: N residual streams, read, written and mixed per token (SPEC section 3)."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ from jax import lax
 
 from trainer.models.config import ModelConfig
 from trainer.params import constant, param
+
+Other = TypeVar("Other")
 
 
 class HyperConnection(struct.PyTreeNode):
@@ -78,8 +81,8 @@ def read_streams(pre: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def connect(
-    p: HyperConnection, x: jax.Array, sublayer: Callable[[jax.Array], tuple[jax.Array, jax.Array]], c: ModelConfig
-) -> tuple[jax.Array, jax.Array]:
+    p: HyperConnection, x: jax.Array, sublayer: Callable[[jax.Array], tuple[jax.Array, Other]], c: ModelConfig
+) -> tuple[jax.Array, Other]:
     """Run a sub-layer on the streams: x [B, S, N, D] -> (x of the same shape and dtype, the sub-layer's other output).
 
     Stream k becomes post_k y + sum_j mix[j, k] x_j: the sum runs over the FIRST index of the mixing matrix.

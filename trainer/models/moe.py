@@ -115,7 +115,9 @@ class RoutedMoE(struct.PyTreeNode):
         if self.tid2eid is not None:
             experts = self.tid2eid[tokens]
         else:
-            biased = lax.stop_gradient(scores) + self.bias
+            biased = lax.stop_gradient(scores)
+            if self.bias is not None:
+                biased = biased + self.bias
             _, experts = lax.top_k(jnp.where(biased == 0, 0.0, biased), c.num_experts_per_tok)
         chosen = jnp.take_along_axis(scores, experts, axis=1)
         weights = c.routed_scaling_factor * chosen / (jnp.sum(chosen, axis=1, keepdims=True) + 1e-20)
@@ -192,11 +194,11 @@ def moe(
         y, dropped = p.routed(x.reshape(-1, d), routing, valid.reshape(-1), c, o)
         y = y.reshape(batch, local, d)
     else:
-        whole = jax.tree.map(
+        tokens_of_row = jax.tree.map(
             lambda a: gather_length(a.reshape(batch, local, -1)).reshape(-1, *a.shape[1:]),
             (x.reshape(-1, d), routing, valid.reshape(-1)),
         )
-        y, dropped = p.routed(*whole, c, o)
+        y, dropped = p.routed(tokens_of_row[0], tokens_of_row[1], tokens_of_row[2], c, o)
         y = scatter_length(y.reshape(batch, -1, d))
         dropped = jnp.where(lax.axis_index(TENSOR) == 0, dropped, 0)  # every tensor device counts the same rows
     with jax.named_scope("shared_expert"):

@@ -10,7 +10,6 @@ blocks padded to the largest block possible.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -109,20 +108,22 @@ def _no_gradients(p: ExchangePlan) -> ExchangePlan:
     return jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), p)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dispatch(rows: jax.Array, p: ExchangePlan, e: Exchange) -> jax.Array:
+def _dispatch(rows: jax.Array, p: ExchangePlan, e: Exchange) -> jax.Array:
     """My sorted rows [n K, D] -> the rows for my experts [R, D], sorted by expert; zero past the last. The backward
     is `collect`."""
     route = _Route(p.send_start, p.send_size, p.remote_start, p.receive_start, p.receive_size)
     return _move(rows, e.capacity, route, e)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def collect(rows: jax.Array, p: ExchangePlan, num_rows: int, e: Exchange) -> jax.Array:
+def _collect(rows: jax.Array, p: ExchangePlan, num_rows: int, e: Exchange) -> jax.Array:
     """My experts' rows [R, D] back to where they came from: my sorted rows [n K, D], zero where none was sent. The
     backward is `dispatch`."""
     route = _Route(p.receive_start, p.receive_size, p.source_start, p.send_start, p.send_size)
     return _move(rows, num_rows, route, e)
+
+
+dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(2,))
+collect = jax.custom_vjp(_collect, nondiff_argnums=(2, 3))
 
 
 def _dispatch_forward(rows: jax.Array, p: ExchangePlan, e: Exchange) -> tuple[jax.Array, tuple]:
