@@ -79,12 +79,24 @@ class Config:
     )
     loss_chunk_tokens: int = documented("Tokens whose float32 logits exist at one time.", 1_024)
 
+    # LoRA.
+    lora_rank: int = documented("Rank of the adapters; above 0 only they train. 0 trains the whole model.", 0)
+    lora_alpha: float = documented("Adapters are scaled by `lora_alpha / lora_rank`.", 32.0)
+    lora_dropout: float = documented("Part of an adapter's inputs that is dropped.", 0.0)
+    lora_targets: list[str] = documented(
+        "Weights with an adapter, by path within a layer; `*` stands for anything, as in `moe/routed/*`.",
+        ["attention/w*", "moe/shared/*"],
+    )
+    lora_weight_dtype: Literal["float32", "bfloat16"] = documented(
+        "Type of the stored adapters. In bfloat16 small updates round to nothing.", "float32"
+    )
+
     # Balance of the experts.
     load_balance_loss_weight: float = documented(
         "Weight of the balance loss per sequence; DeepSeek-V4 was pre-trained with 1e-4. 0 is off.", 0.0
     )
     routed_bias_update_rate: float = documented(
-        "Step of the routing bias towards balance, once per optimizer step. 0 leaves it.", 1e-3
+        "Step of the routing bias towards balance, once per optimizer step. 0 leaves it, and so does LoRA.", 1e-3
     )
 
     # The optimizer.

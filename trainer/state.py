@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from trainer.config import Config
 from trainer.hf.load import load
-from trainer.models.deepseek_v4 import Batch
+from trainer.models.deepseek_v4 import Batch, DeepSeekV4
+from trainer.models.lora import adapters_of, attach
 from trainer.optimizer import as_float32, make_optimizer
 from trainer.parallel import BatchShape
 from trainer.params import abstract, initialize, split_trainable
@@ -38,27 +39,49 @@ def _on_mesh(tree: Any, mesh: Mesh) -> Any:
 
 def abstract_state(program: Program, optimizer: optax.GradientTransformation) -> TrainState:
     """The train state as `jax.ShapeDtypeStruct`s."""
-    params = abstract(program.spec, program.layout, program.mesh, program.weight_dtype)
+    params, _ = split_state(program, abstract(program.spec, program.layout, program.mesh, program.weight_dtype))
     opt_state = jax.eval_shape(lambda p: _init_optimizer(program, optimizer, p), params)
     step = jax.ShapeDtypeStruct((), jnp.int32)
     return TrainState(_on_mesh(step, program.mesh), params, _on_mesh(opt_state, program.mesh))
 
 
+def abstract_frozen(program: Program) -> Any:
+    """`frozen_weights` as `jax.ShapeDtypeStruct`s."""
+    return split_state(program, abstract(program.spec, program.layout, program.mesh, program.weight_dtype))[1]
+
+
+def split_state(program: Program, params: Any) -> tuple[Any, Any]:
+    """All parameters -> (what the train state holds, what is frozen: None without LoRA)."""
+    return (params, None) if program.options.lora is None else split_trainable(program.spec, params)
+
+
 def weights(program: Program, config: Config) -> Any:
-    """The model's first weights, shard by shard: from `load_parameters_path`, or drawn from `seed`."""
+    """The first weights, without adapters, shard by shard: from `load_parameters_path`, or drawn from `seed`."""
     if config.load_parameters_path:
         return load(Path(config.load_parameters_path), program)
-    return initialize(program.spec, program.layout, program.mesh, program.weight_dtype, config.seed)
+    spec = DeepSeekV4.spec(program.model)
+    return initialize(spec, program.layout, program.mesh, program.weight_dtype, config.seed)
 
 
-def frozen_weights(program: Program, config: Config) -> None:
-    """What the step reads and never changes; None where every weight is in the train state."""
-    del program, config
+def frozen_weights(program: Program, config: Config) -> Any:
+    """What the step reads and never changes: LoRA's base model. None where every weight is in the train state."""
+    if program.options.lora is None:
+        return None
+    _, seeds = split_state(program, first_adapters(program, config))
+    return attach(program.spec, weights(program, config), seeds)
+
+
+def first_adapters(program: Program, config: Config) -> Any:
+    spec = adapters_of(program.spec)
+    return initialize(spec, program.layout, program.mesh, program.weight_dtype, config.seed)
 
 
 def first_state(program: Program, optimizer: optax.GradientTransformation, config: Config) -> TrainState:
     """The state before the first step."""
-    params = weights(program, config)
+    if program.options.lora is None:
+        params = weights(program, config)
+    else:
+        params, _ = split_state(program, first_adapters(program, config))
     opt_state = jax.jit(lambda p: _init_optimizer(program, optimizer, p))(params)
     return TrainState(jax.device_put(jnp.int32(0), NamedSharding(program.mesh, P())), params, opt_state)
 
@@ -83,4 +106,4 @@ def lower_step(program: Program, config: Config, shape: BatchShape) -> jax.stage
     """The training step, traced and lowered for the program's mesh: what `train` runs and what the dry run measures."""
     optimizer = optimizer_of(program, config)
     step = jax.jit(make_step(program, config, optimizer), donate_argnums=0)
-    return step.lower(abstract_state(program, optimizer), None, abstract_batch(program, shape))
+    return step.lower(abstract_state(program, optimizer), abstract_frozen(program), abstract_batch(program, shape))

@@ -19,6 +19,7 @@ from trainer.config import Config
 from trainer.mesh import platform
 from trainer.models.config import ModelConfig
 from trainer.models.deepseek_v4 import Batch, DeepSeekV4, Options, decode, layer_kinds, segments
+from trainer.models.lora import LoRA, at_step
 from trainer.models.moe import MoEOptions, MoEStats
 from trainer.ops.attend import ATTENTION
 from trainer.ops.cross_entropy import IGNORE, cross_entropy
@@ -85,15 +86,29 @@ def build_program(config: Config, mesh: Mesh) -> Program:
         capacity_factor=config.moe_capacity_factor,
         balance_loss=config.load_balance_loss_weight > 0,
     )
+    lora = lora_of(config)
     options = Options(
         dtype=DTYPES[config.dtype],
         attend=ATTENTION[config.attention],
         moe=moe_options,
         remat=REMAT[config.remat_policy],
         loss_chunk_tokens=config.loss_chunk_tokens,
+        lora=lora,
     )
-    spec = DeepSeekV4.spec(config.model)
+    spec = DeepSeekV4.spec(config.model, lora)
     return Program(config.model, options, layout, mesh, DTYPES[config.weight_dtype], spec)
+
+
+def lora_of(config: Config) -> LoRA | None:
+    if not config.lora_rank:
+        return None
+    return LoRA(
+        rank=config.lora_rank,
+        scale=config.lora_alpha / config.lora_rank,
+        dropout=config.lora_dropout,
+        targets=tuple(config.lora_targets),
+        dtype=DTYPES[config.lora_weight_dtype],
+    )
 
 
 def stacked_stats(stats: list[MoEStats]) -> MoEStats:
@@ -122,47 +137,54 @@ def make_step(program: Program, config: Config, optimizer: optax.GradientTransfo
     """`step(state, frozen, batch) -> (state, metrics)`; batch leaves are [A, B, S], A microbatches one after another.
 
     The loss is the mean over all targets of the whole batch, so it does not depend on how rows are cut into
-    microbatches or spread over devices; the balance loss is the mean over all rows.
+    microbatches or spread over devices; the balance loss is the mean over all rows. With LoRA `frozen` is the base
+    model, and `state.params` the adapters; without it `frozen` is None.
     """
     forward = forward_sums(program)
 
-    def step(state: TrainState, frozen: None, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        del frozen
-        trainable, fixed = split_trainable(program.spec, state.params)
+    def step(state: TrainState, frozen: DeepSeekV4 | None, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        params = state.params if frozen is None else merge(state.params, frozen)
+        trainable, fixed = split_trainable(program.spec, params)
         num_targets = jnp.maximum(jnp.sum(batch.targets != IGNORE), 1)
         num_rows = batch.targets.shape[0] * batch.targets.shape[1]
 
-        def loss_of(trainable: DeepSeekV4, micro: Batch) -> tuple[jax.Array, Sums]:
-            sums = forward(merge(trainable, fixed), micro)
+        def loss_of(trainable: DeepSeekV4, micro: Batch, number: jax.Array) -> tuple[jax.Array, Sums]:
+            sums = forward(at_step(merge(trainable, fixed), number), micro)
             balance = config.load_balance_loss_weight * sums.balance / num_rows
             return sums.loss / num_targets + balance, sums
 
-        grads, sums = accumulate(jax.grad(loss_of, has_aux=True), trainable, batch)
+        grads, sums = accumulate(jax.grad(loss_of, has_aux=True), trainable, batch, state.step)
         with jax.named_scope("optimizer"):
             grad_norm = optax.global_norm(grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, as_float32(trainable))
-            params = merge(optax.apply_updates(trainable, updates), fixed)
-            params = balance_experts(params, sums.load, config.routed_bias_update_rate, program.model)
+            params: Any = optax.apply_updates(trainable, updates)
+            if frozen is None:
+                params = merge(params, fixed)
+                params = balance_experts(params, sums.load, config.routed_bias_update_rate, program.model)
         metrics = step_metrics(sums, num_targets, num_rows) | {"grad_norm": grad_norm}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
 
 
-def accumulate(grad: Callable[..., tuple[Any, Sums]], trainable: Any, batch: Batch) -> tuple[Any, Sums]:
-    """Gradients (float32) and sums added up over the microbatches of a batch [A, B, S]."""
-    micro = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(min(2, batch.tokens.shape[0]))]
-    grads, sums = grad(trainable, micro[0])
+def accumulate(
+    grad: Callable[..., tuple[Any, Sums]], trainable: Any, batch: Batch, step: jax.Array
+) -> tuple[Any, Sums]:
+    """Gradients (float32) and sums added up over the microbatches of a batch [A, B, S], which are numbered through
+    all steps."""
+    num_micro = batch.tokens.shape[0]
+    numbers = step * num_micro + jnp.arange(num_micro)
+    grads, sums = grad(trainable, jax.tree.map(lambda x: x[0], batch), numbers[0])
     grads = as_float32(grads)
-    if len(micro) == 1:
+    if num_micro == 1:
         return grads, sums
 
-    def add(total: tuple[Any, Sums], one: Batch) -> tuple[tuple[Any, Sums], None]:
-        more, s = grad(trainable, one)
+    def add(total: tuple[Any, Sums], one: tuple[Batch, jax.Array]) -> tuple[tuple[Any, Sums], None]:
+        more, s = grad(trainable, *one)
         both = jax.tree.map(jnp.add, (total[0], total[1].replace(finite=s.finite)), (as_float32(more), s))
         return (both[0], both[1].replace(finite=total[1].finite & s.finite)), None
 
-    return lax.scan(add, (grads, sums), jax.tree.map(lambda x: x[1:], batch))[0]
+    return lax.scan(add, (grads, sums), jax.tree.map(lambda x: x[1:], (batch, numbers)))[0]
 
 
 def balance_experts(params: DeepSeekV4, load: jax.Array, rate: float, c: ModelConfig) -> DeepSeekV4:

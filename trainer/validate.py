@@ -5,11 +5,13 @@ Every message has the key, its value, the number it has to fit, and the nearest 
 
 import math
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import partial
 
 from trainer.config import BYTE_TOKENIZER, Config, value_of
+from trainer.config_values import nearest
 from trainer.errors import ConfigError
-from trainer.models.config import ModelConfig
+from trainer.models.config import ModelConfig, adaptable
 from trainer.parallel import (
     AXIS_KEYS,
     THE_REST,
@@ -50,6 +52,9 @@ RANGE_OF = {
     "gradient_accumulation_steps": _AT_LEAST_1,
     "moe_capacity_factor": "above 0, or -1 for the worst case",
     "loss_chunk_tokens": _AT_LEAST_1,
+    "lora_rank": _AT_LEAST_0,
+    "lora_alpha": _ABOVE_0,
+    "lora_dropout": _DECAY,
     "load_balance_loss_weight": _AT_LEAST_0,
     "routed_bias_update_rate": _AT_LEAST_0,
     "learning_rate": _ABOVE_0,
@@ -115,6 +120,7 @@ def validate(config: Config, num_devices: int | None = None) -> None:
     if config.moe_expert_axes not in (["expert", "tensor"], ["expert"]):
         axes = ", ".join(config.moe_expert_axes)
         raise ConfigError(f"moe_expert_axes=[{axes}] is not possible; it must be [expert, tensor] or [expert]")
+    _check_lora(config)
     _check_mesh(config, num_devices)
 
 
@@ -172,6 +178,24 @@ def _check_data(config: Config) -> None:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size} is too small for tokenizer_path={BYTE_TOKENIZER}, which has "
             f"{BYTE_TOKENIZER_VOCABULARY} tokens; it must be at least {BYTE_TOKENIZER_VOCABULARY}"
+        )
+
+
+def _check_lora(config: Config) -> None:
+    if not config.lora_rank:
+        return
+    names = adaptable(config.model)
+    if not config.lora_targets:
+        raise ConfigError(f"lora_targets is empty; it can name any of {', '.join(names)}")
+    for pattern in config.lora_targets:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = nearest(pattern, names)
+            hint = f"; did you mean {near}?" if near else ""
+            raise ConfigError(f"lora_targets: {pattern!r} matches none of {', '.join(names)}{hint}")
+    if config.load_balance_loss_weight:
+        raise ConfigError(
+            f"load_balance_loss_weight={config.load_balance_loss_weight:g} has nothing to train with lora_rank="
+            f"{config.lora_rank}: the routers are frozen; set load_balance_loss_weight=0"
         )
 
 

@@ -94,11 +94,14 @@ def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[range]:
 
 
 def load(folder: Path, program: Program) -> DeepSeekV4:
-    """A folder's weights, straight into their shards. Raises ConfigError before reading if anything does not fit."""
+    """A folder's weights, without adapters, straight into their shards.
+
+    Raises ConfigError before reading if anything does not fit."""
     c = program.model
     with ExitStack() as stack:
         files = TensorFiles(folder, stack)
-        wanted = leaves(c, program.spec)
+        spec = DeepSeekV4.spec(c)
+        wanted = leaves(c, spec)
         check_tensors(files, wanted, c, folder)
 
         def build(leaf: Leaf) -> jax.Array:
@@ -109,4 +112,4 @@ def load(folder: Path, program: Program) -> DeepSeekV4:
             )
 
         values = [build(leaf) for leaf in wanted]
-    return jax.tree.structure(program.spec, is_leaf=is_param).unflatten(values)
+    return jax.tree.structure(spec, is_leaf=is_param).unflatten(values)

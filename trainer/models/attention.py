@@ -7,6 +7,7 @@ from jax import lax
 
 from trainer.models.compression import Compressor, Indexer, compress, select
 from trainer.models.config import ModelConfig
+from trainer.models.lora import Adapted, drop, project
 from trainer.models.normalization import rms_norm
 from trainer.models.rope import rotate
 from trainer.models.rows import RowContext, visible
@@ -54,11 +55,11 @@ def attention(p: Attention, x: jax.Array, rows: RowContext, attend: Attend, c: M
     """
     turn = rows.plain if p.compressor is None else rows.compressed
     epsilon = c.normalization_layer_epsilon
-    q_low = rms_norm(jnp.einsum("bsd,dq->bsq", x, p.wq_a), p.q_norm, epsilon)
-    kv = gather_length(rms_norm(jnp.einsum("bsd,dc->bsc", x, p.wkv), p.kv_norm, epsilon))
+    q_low = rms_norm(project("bsd,dq->bsq", x, p.wq_a), p.q_norm, epsilon)
+    kv = gather_length(rms_norm(project("bsd,dc->bsc", x, p.wkv), p.kv_norm, epsilon))
     kv = rotate(kv, turn)
     entries = None if p.compressor is None else compressed_entries(p, p.compressor, x, q_low, rows, c)
-    q = jnp.einsum("bsq,qhc->bshc", gather_length(q_low), p.wq_b)
+    q = project("bsq,qhc->bshc", gather_length(q_low), p.wq_b)
     q = rotate(rms_norm(q, None, epsilon), turn)
     o = attend(q, kv, entries, p.sinks, rows.segment_ids, c.sliding_window_size)
     return output(p, rotate(o, turn, inverse=True), c)
@@ -81,22 +82,38 @@ def compressed_entries(
 
 def output(p: Attention, o: jax.Array, c: ModelConfig) -> jax.Array:
     """Heads' outputs [B, S, H / tensor, C] -> [B, S / tensor, D] through the grouped low-rank projection."""
-    per_group = c.num_query_heads // c.o_groups
-    if c.o_groups % lax.axis_size(TENSOR) == 0:
-        grouped = o.reshape(*o.shape[:2], -1, per_group * o.shape[-1])
-        weight = p.wo_a.reshape(-1, per_group * o.shape[-1], c.o_lora_rank)
-        low = jnp.einsum("bsgi,gio->bsgo", grouped, weight)
-        low = low.reshape(*low.shape[:2], -1)
-    else:
-        low = straddling_groups(o, p.wo_a, c)
-    return scatter_length(jnp.einsum("bso,od->bsd", low, p.wo_b))
+    low = whole_groups if c.o_groups % lax.axis_size(TENSOR) == 0 else straddling_groups
+    return scatter_length(project("bsi,id->bsd", low(o, p.wo_a, c), p.wo_b))
+
+
+def whole_groups(o: jax.Array, wo_a: jax.Array, c: ModelConfig) -> jax.Array:
+    """The groups whose heads this device has: [B, S, H / tensor, C] -> [B, S, G O / tensor]."""
+    weight = wo_a.base if isinstance(wo_a, Adapted) else wo_a
+    width = c.num_query_heads // c.o_groups * c.head_dim
+    grouped = o.reshape(*o.shape[:2], -1, width)
+    low = jnp.einsum("bsgi,gio->bsgo", grouped, weight.reshape(-1, width, c.o_lora_rank))
+    if isinstance(wo_a, Adapted):
+        u = jnp.einsum("bsgi,ir->bsgr", drop(grouped, wo_a), wo_a.a.reshape(width, -1).astype(o.dtype))
+        start = lax.axis_index(TENSOR) * u.shape[2]
+        low = low + adapted_groups(u, lax.dynamic_slice_in_dim(wo_a.b, start, u.shape[2]), wo_a.scale)
+    return low.reshape(*low.shape[:2], -1)
 
 
 def straddling_groups(o: jax.Array, wo_a: jax.Array, c: ModelConfig) -> jax.Array:
     """Where a group's heads lie on several devices: partial sums of every group, then one reduce-scatter over tensor
     along the groups' channels. -> [B, S, G O / tensor]."""
-    local = o.shape[2]
+    weight = wo_a.base if isinstance(wo_a, Adapted) else wo_a
+    local, per_group = o.shape[2], c.num_query_heads // c.o_groups
     head = lax.axis_index(TENSOR) * local + jnp.arange(local)
-    member = head[:, None] // (c.num_query_heads // c.o_groups) == jnp.arange(c.o_groups)
-    low = jnp.einsum("bshc,hco,hg->bsgo", o, wo_a, member.astype(o.dtype))
+    member = (head[:, None] // per_group == jnp.arange(c.o_groups)).astype(o.dtype)
+    low = jnp.einsum("bshc,hco,hg->bsgo", o, weight, member)
+    if isinstance(wo_a, Adapted):
+        a = wo_a.a[head % per_group].astype(o.dtype)
+        u = jnp.einsum("bshc,hcr,hg->bsgr", drop(o, wo_a), a, member)
+        low = low + adapted_groups(u, wo_a.b, wo_a.scale)
     return lax.psum_scatter(low.reshape(*low.shape[:2], -1), TENSOR, scatter_dimension=2, tiled=True)
+
+
+def adapted_groups(u: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """The adapter's part of groups: u [B, S, g, r], b [g, r, O] -> [B, S, g, O]."""
+    return (scale * jnp.einsum("bsgr,gro->bsgo", u, b.astype(u.dtype))).astype(u.dtype)

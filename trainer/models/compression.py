@@ -9,6 +9,7 @@ from flax import struct
 from jax import lax
 
 from trainer.models.config import ModelConfig
+from trainer.models.lora import project
 from trainer.models.normalization import rms_norm
 from trainer.models.rope import Rotation, rotate
 from trainer.models.rows import RowContext, Windows, own_share, visible
@@ -68,8 +69,8 @@ def compress(p: Compressor, x: jax.Array, w: Windows, turn: Rotation, c: ModelCo
     Each device projects its own tokens and pools its own share of windows: the all-gathers over tensor move the
     projections (a window may span shards) and the entries.
     """
-    values = gather_length(jnp.einsum("bsd,dm->bsm", x, p.wkv))
-    gates = gather_length(jnp.einsum("bsd,dm->bsm", x, p.wgate))
+    values = gather_length(project("bsd,dm->bsm", x, p.wkv))
+    gates = gather_length(project("bsd,dm->bsm", x, p.wgate))
     share = own_share(w)
     pooled = pool(values, gates, p.position_bias, share, overlap=w.ratio == c.csa_compress_ratio)
     entries = rms_norm(pooled, p.norm, c.normalization_layer_epsilon)

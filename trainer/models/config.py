@@ -66,3 +66,27 @@ class ModelConfig:
     def compress_multiple(self) -> int:
         """Sequence lengths must be a multiple of this, so that every compress window is whole."""
         return math.lcm(*(r for r in self.compress_ratios if r)) if any(self.compress_ratios) else 1
+
+
+# What can be adapted, by path within a layer: the letters of the weight, of A and of B, r being the rank. `gate_up` is
+# two modules side by side (g), each with its own A and B, and `routed` one per expert (e), as adapters are published.
+# `wo_a` has an A for the heads of one group (j), shared by all groups, and a B for each group (g): the product has the
+# rows of the published matrix [G O, (H / G) C].
+ADAPTER_LETTERS = {
+    "attention/wq_a": ("dq", "dr", "rq"),
+    "attention/wq_b": ("qhc", "qr", "rhc"),
+    "attention/wkv": ("dc", "dr", "rc"),
+    "attention/wo_a": ("hco", "jcr", "gro"),
+    "attention/wo_b": ("id", "ir", "rd"),
+    "attention/compressor/wkv": ("dm", "dr", "rm"),
+    "attention/compressor/wgate": ("dm", "dr", "rm"),
+    "moe/shared/gate_up": ("dgf", "dgr", "grf"),
+    "moe/shared/down": ("fd", "fr", "rd"),
+    "moe/routed/gate_up": ("edgf", "edgr", "egrf"),
+    "moe/routed/down": ("efd", "efr", "erd"),
+}
+
+
+def adaptable(c: ModelConfig) -> list[str]:
+    """The weights of this model that can have an adapter, by path within a layer."""
+    return [name for name in ADAPTER_LETTERS if any(c.compress_ratios) or "/compressor/" not in name]

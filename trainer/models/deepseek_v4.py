@@ -15,6 +15,7 @@ from jax import lax
 from trainer.models.attention import Attention, attention
 from trainer.models.config import ModelConfig
 from trainer.models.hyper_connections import HyperConnection, HyperHead, collapse, connect
+from trainer.models.lora import LoRA, adapt, frozen
 from trainer.models.moe import MoE, MoEOptions, MoEStats, moe
 from trainer.models.normalization import rms_norm
 from trainer.models.rows import RowContext, row_context
@@ -32,6 +33,7 @@ class Options:
     moe: MoEOptions
     remat: Callable[[Callable], Callable]
     loss_chunk_tokens: int
+    lora: LoRA | None
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,9 @@ class Layer(struct.PyTreeNode):
     moe: MoE
 
     @classmethod
-    def spec(cls, c: ModelConfig, kind: LayerKind) -> "Layer":
+    def spec(cls, c: ModelConfig, kind: LayerKind, lora: LoRA | None) -> "Layer":
         norm = param((c.emb_dim,), (None,), constant(1.0), dtype=jnp.float32)
-        return cls(
+        layer = cls(
             attention_connection=HyperConnection.spec(c),
             attention_norm=norm,
             attention=Attention.spec(c, kind.ratio),
@@ -97,6 +99,7 @@ class Layer(struct.PyTreeNode):
             moe_norm=norm,
             moe=MoE.spec(c, kind.hashed),
         )
+        return adapt(layer, lora, c)
 
 
 class DeepSeekV4(struct.PyTreeNode):
@@ -109,16 +112,19 @@ class DeepSeekV4(struct.PyTreeNode):
     head: jax.Array  # [D, V]
 
     @classmethod
-    def spec(cls, c: ModelConfig) -> "DeepSeekV4":
-        return cls(
+    def spec(cls, c: ModelConfig, lora: LoRA | None = None) -> "DeepSeekV4":
+        """With `lora`, targets are `Adapted` nodes and every other parameter is frozen."""
+        blocks = tuple(
+            tuple(stack(Layer.spec(c, kind, lora), s.repeats) for kind in s.block) for s in segments(layer_kinds(c))
+        )
+        model = cls(
             embedding=param((c.vocab_size, c.emb_dim), (None, "table")),
-            segments=tuple(
-                tuple(stack(Layer.spec(c, kind), s.repeats) for kind in s.block) for s in segments(layer_kinds(c))
-            ),
+            segments=(),
             head_connection=HyperHead.spec(c),
             norm=param((c.emb_dim,), (None,), constant(1.0), dtype=jnp.float32),
             head=param((c.emb_dim, c.vocab_size), ("embed", "vocab")),
         )
+        return (model if lora is None else frozen(model)).replace(segments=blocks)
 
 
 def active_params(c: ModelConfig, total: int) -> int:
@@ -180,7 +186,7 @@ def decode(
         def block(x: jax.Array, layers: tuple[Layer, ...], kind: SegmentKind = kind) -> tuple[jax.Array, list]:
             outs = []
             for layer_kind, layer in zip(kind.block, layers, strict=True):
-                spec = Layer.spec(c, layer_kind)
+                spec = Layer.spec(c, layer_kind, o.lora)
 
                 def run(layer: Layer, x: jax.Array, spec: Layer = spec) -> tuple[jax.Array, MoEStats]:
                     # Gathered inside what is rematerialised, so that whole weights are never stored.

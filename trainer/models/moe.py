@@ -8,6 +8,7 @@ from flax import struct
 from jax import lax
 
 from trainer.models.config import ModelConfig
+from trainer.models.lora import Adapted, drop, project
 from trainer.ops.exchange import Exchange, collect, dispatch, plan_exchange
 from trainer.ops.permute import Permutation, Permute, sort_by_expert
 from trainer.params import constant, distinct_ids, param
@@ -69,9 +70,9 @@ class SharedExpert(struct.PyTreeNode):
 
     def __call__(self, x: jax.Array, limit: float) -> jax.Array:
         """[B, S / tensor, D] -> the same: an all-gather and a reduce-scatter over tensor."""
-        h = jnp.einsum("bsd,dgf->bsgf", gather_length(x), self.gate_up)
+        h = project("bsd,dgf->bsgf", gather_length(x), self.gate_up)
         h = clamped_swiglu(h[:, :, 0], h[:, :, 1], limit)
-        return scatter_length(jnp.einsum("bsf,fd->bsd", h, self.down))
+        return scatter_length(project("bsf,fd->bsd", h, self.down))
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -133,10 +134,9 @@ class RoutedMoE(struct.PyTreeNode):
 
     def experts(self, rows: jax.Array, group_sizes: jax.Array, limit: float) -> jax.Array:
         """Rows [R, D] sorted by this device's experts -> their outputs [R, D]; undefined past the last group."""
-        local, d, _, f = self.gate_up.shape
-        h = lax.ragged_dot(rows, self.gate_up.reshape(local, d, 2 * f), group_sizes)
-        h = clamped_swiglu(h[:, :f], h[:, f:], limit)
-        return lax.ragged_dot(hide_unused(h, group_sizes), self.down, group_sizes)
+        h = grouped_project(rows, self.gate_up, group_sizes)
+        h = clamped_swiglu(h[:, 0], h[:, 1], limit)
+        return grouped_project(hide_unused(h, group_sizes), self.down, group_sizes)
 
     def __call__(
         self, x: jax.Array, routing: Routing, valid: jax.Array, c: ModelConfig, o: MoEOptions
@@ -161,10 +161,28 @@ class RoutedMoE(struct.PyTreeNode):
             return self.unpermute(rows, routing.weights, p, o), dropped
 
 
+def grouped_project(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Rows [R, X] sorted by expert times each one's weights [E, X, ...], and the adapters' part -> [R, ...]."""
+
+    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        y = lax.ragged_dot(x, weight.reshape(*weight.shape[:2], -1), group_sizes)
+        return y.reshape(-1, *weight.shape[2:])
+
+    if not isinstance(w, Adapted):
+        return product(rows, w)
+    u = hide_unused(product(drop(rows, w), w.a.astype(rows.dtype)), group_sizes)
+    b = w.b.astype(rows.dtype)
+    if b.ndim == 3:
+        low = product(u, b)
+    else:  # gate and up, side by side
+        low = jnp.stack([product(u[:, g], b[:, g]) for g in range(b.shape[1])], axis=1)
+    return product(rows, w.base) + (w.scale * low).astype(rows.dtype)
+
+
 def hide_unused(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Zero the rows past the last group, which nobody wrote; their cotangents too."""
     used = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
-    return jnp.where(used[:, None], rows, 0)
+    return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
 
 class MoE(struct.PyTreeNode):
