@@ -69,9 +69,12 @@ class Config:
         "gather",
     )
     moe_capacity_factor: float = documented(
-        "Receive buffer of an expert shard, in multiples of the mean load; tokens over it are dropped and counted. "
-        "-1 holds the worst case, so that none is ever dropped.",
+        "Receive buffer of an expert shard, in multiples of the mean load; see `moe_overflow` for what lies over it. "
+        "-1 holds the worst case.",
         -1.0,
+    )
+    moe_overflow: Literal["rounds", "drop"] = documented(
+        "Tokens over the receive buffer: sent in further rounds of the exchange, or dropped and counted.", "rounds"
     )
     moe_expert_axes: list[Literal["expert", "tensor"]] = documented(
         "Mesh axes the experts are spread over: [expert, tensor], or [expert] with each expert's width over tensor.",

@@ -54,7 +54,12 @@ class Sums(struct.PyTreeNode):
     balance: jax.Array  # [] float32: balance loss summed over rows and layers
     load: jax.Array  # [L, E] int32: assignments per layer and expert
     dropped: jax.Array  # [L] int32: assignments over the receive buffers
+    rounds: jax.Array  # [L] int32: most rounds of the expert exchange
     finite: jax.Array  # [L] bool: the layer's router scores are numbers
+
+    def plus(self, other: "Sums") -> "Sums":
+        total = jax.tree.map(jnp.add, self, other)
+        return total.replace(rounds=jnp.maximum(self.rounds, other.rounds), finite=self.finite & other.finite)
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ def build_program(config: Config, mesh: Mesh) -> Program:
         expert_axes=layout.expert_axes,
         ragged_exchange=platform(mesh) == "tpu",
         capacity_factor=config.moe_capacity_factor,
+        rounds=config.moe_overflow == "rounds",
+        frozen=config.lora_rank > 0,
         balance_loss=config.load_balance_loss_weight > 0,
     )
     lora = lora_of(config)
@@ -128,7 +135,7 @@ def forward_sums(program: Program) -> Callable[[DeepSeekV4, Batch], Sums]:
         s = stacked_stats(stats)
         bad = lax.psum((~s.finite).astype(jnp.int32), AXES)
         loss, balance, load, dropped = lax.psum((loss, jnp.sum(s.balance), s.load, s.dropped), AXES)
-        return Sums(loss, balance, load, dropped, bad == 0)
+        return Sums(loss, balance, load, dropped, lax.pmax(s.rounds, AXES), bad == 0)
 
     return program.on_mesh(local, (pspecs(program.spec, program.layout), program.batch_spec), P())
 
@@ -181,8 +188,7 @@ def accumulate(
 
     def add(total: tuple[Any, Sums], one: tuple[Batch, jax.Array]) -> tuple[tuple[Any, Sums], None]:
         more, s = grad(trainable, *one)
-        both = jax.tree.map(jnp.add, (total[0], total[1].replace(finite=s.finite)), (as_float32(more), s))
-        return (both[0], both[1].replace(finite=total[1].finite & s.finite)), None
+        return (jax.tree.map(jnp.add, total[0], as_float32(more)), total[1].plus(s)), None
 
     return lax.scan(add, (grads, sums), jax.tree.map(lambda x: x[1:], (batch, numbers)))[0]
 
@@ -217,6 +223,7 @@ def step_metrics(sums: Sums, num_targets: jax.Array, num_rows: int) -> dict[str,
         "moe_balance_loss": sums.balance / num_rows,
         "moe_dropped_tokens": jnp.sum(sums.dropped),
         "moe_dropped_tokens_by_layer": sums.dropped,
+        "moe_exchange_rounds": jnp.max(sums.rounds),
         "moe_load_max_over_mean": jnp.max(max_over_mean),
         "moe_load_max_over_mean_by_layer": max_over_mean,
         "router_finite_by_layer": sums.finite,

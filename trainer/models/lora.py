@@ -118,6 +118,13 @@ def adapters_of(spec: Tree) -> Tree:
     return jax.tree.map(leaf, spec, is_leaf=lambda x: is_adapted(x) or is_param(x))
 
 
+def split_frozen(w: Any, frozen_base: bool) -> tuple[Any, Any]:
+    """One weight -> (what trains of it, the rest), None in each other's places."""
+    if not frozen_base:
+        return w, None
+    return (w.replace(base=None, seed=None), w.replace(a=None, b=None)) if is_adapted(w) else (None, w)
+
+
 def at_step(params: Tree, step: jax.Array) -> Tree:
     """The parameters with this step's dropout seeds."""
 

@@ -8,8 +8,17 @@ from flax import struct
 from jax import lax
 
 from trainer.models.config import ModelConfig
-from trainer.models.lora import Adapted, drop, project
-from trainer.ops.exchange import Exchange, collect, dispatch, plan_exchange
+from trainer.models.lora import Adapted, drop, project, split_frozen
+from trainer.ops.exchange import (
+    Exchange,
+    collect,
+    dispatch,
+    further_rounds,
+    gather_sizes,
+    plan_round,
+    queue_lengths,
+    rounds_needed,
+)
 from trainer.ops.permute import Permutation, Permute, sort_by_expert
 from trainer.params import constant, distinct_ids, param
 from trainer.sharding import TENSOR, gather_length, scatter_length, varying_like
@@ -23,6 +32,8 @@ class MoEOptions:
     expert_axes: tuple[str, ...]
     ragged_exchange: bool  # whether the mesh's platform has ragged_all_to_all
     capacity_factor: float  # receive buffer over the mean load; -1: no load can overflow it
+    rounds: bool  # whether rows over the receive buffer go in further rounds; else they are dropped
+    frozen: bool  # whether the experts' weights only train through adapters
     balance_loss: bool
 
     def exchange(self, num_tokens: int, c: ModelConfig) -> Exchange | None:
@@ -34,7 +45,7 @@ class MoEOptions:
         worst = devices * block
         mean = num_tokens * c.num_experts_per_tok
         capacity = worst if self.capacity_factor == -1 else min(worst, max(1, round(self.capacity_factor * mean)))
-        return Exchange(self.expert_axes, self.ragged_exchange, capacity, block)
+        return Exchange(self.expert_axes, self.ragged_exchange, capacity, block, worst)
 
 
 class Routing(struct.PyTreeNode):
@@ -49,9 +60,21 @@ class MoEStats(struct.PyTreeNode):
     """What one layer of one device reports; summed over devices by the step."""
 
     load: jax.Array  # [E] int32: assignments of this device's tokens
-    dropped: jax.Array  # [] int32: assignments over this device's receive buffer
+    dropped: jax.Array  # [] int32: assignments over this device's receive buffer that no round took
+    rounds: jax.Array  # [] int32: rounds of the exchange
     balance: jax.Array  # [] float32: this device's part of the balance loss, summed over its rows
     finite: jax.Array  # [] bool: router scores are numbers
+
+
+class Overflow(struct.PyTreeNode):
+    """What became of rows beyond the receive buffer."""
+
+    dropped: jax.Array  # [] int32: rows meant for this device that no round took
+    rounds: jax.Array  # [] int32
+
+    @classmethod
+    def none(cls) -> "Overflow":
+        return cls(jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
 
 
 class SharedExpert(struct.PyTreeNode):
@@ -132,33 +155,60 @@ class RoutedMoE(struct.PyTreeNode):
         """Sorted expert outputs [n K, D] -> each token's weighted sum [n, D]."""
         return o.permute.combine(rows, weights, p)
 
-    def experts(self, rows: jax.Array, group_sizes: jax.Array, limit: float) -> jax.Array:
-        """Rows [R, D] sorted by this device's experts -> their outputs [R, D]; undefined past the last group."""
-        h = grouped_project(rows, self.gate_up, group_sizes)
-        h = clamped_swiglu(h[:, 0], h[:, 1], limit)
-        return grouped_project(hide_unused(h, group_sizes), self.down, group_sizes)
-
     def __call__(
         self, x: jax.Array, routing: Routing, valid: jax.Array, c: ModelConfig, o: MoEOptions
-    ) -> tuple[jax.Array, jax.Array]:
-        """Tokens [n, D] through their experts -> ([n, D], dropped []). Tokens not `valid` [n] visit none."""
+    ) -> tuple[jax.Array, Overflow]:
+        """Tokens [n, D] through their experts -> [n, D]. Tokens not `valid` [n] visit none."""
         p = sort_by_expert(routing.experts, valid, c.num_experts)
         with jax.named_scope("permute"):
             rows = self.permute(x, p, o)
         exchange = o.exchange(x.shape[0], c)
+        weights = (self.gate_up, self.down)
         if exchange is None:
-            rows = self.experts(hide_unused(rows, p.group_sizes), p.group_sizes, c.mlp_activations_limit)
-            rows, dropped = hide_unused(rows, p.group_sizes), jnp.zeros((), jnp.int32)
+            rows = experts(weights, hide_unused(rows, p.group_sizes), p.group_sizes, c.mlp_activations_limit)
+            rows, overflow = hide_unused(rows, p.group_sizes), Overflow.none()
         else:
-            with jax.named_scope("dispatch"):
-                plan = plan_exchange(p.group_sizes, exchange)
-                received = dispatch(rows, plan, exchange)
-            with jax.named_scope("experts"):
-                received = self.experts(received, plan.group_sizes, c.mlp_activations_limit)
-            with jax.named_scope("collect"):
-                rows, dropped = collect(received, plan, rows.shape[0], exchange), plan.dropped
+            rows, overflow = exchanged(weights, rows, p.group_sizes, exchange, c.mlp_activations_limit, o)
         with jax.named_scope("combine"):
-            return self.unpermute(rows, routing.weights, p, o), dropped
+            return self.unpermute(rows, routing.weights, p, o), overflow
+
+
+def experts(weights: tuple[jax.Array, jax.Array], rows: jax.Array, group_sizes: jax.Array, limit: float) -> jax.Array:
+    """Rows [R, D] sorted by this device's experts -> their outputs [R, D]; undefined past the last group.
+
+    weights: gate and up [E', D, 2, F], down [E', F, D].
+    """
+    h = grouped_project(rows, weights[0], group_sizes)
+    h = clamped_swiglu(h[:, 0], h[:, 1], limit)
+    return grouped_project(hide_unused(h, group_sizes), weights[1], group_sizes)
+
+
+def exchanged(
+    weights: tuple, rows: jax.Array, group_sizes: jax.Array, e: Exchange, limit: float, o: MoEOptions
+) -> tuple[jax.Array, Overflow]:
+    """My sorted rows [n K, D] through experts on other devices, and back: [n K, D]."""
+
+    def run(weights: tuple, rows: jax.Array, sizes: jax.Array, number: jax.Array | int) -> jax.Array:
+        plan = plan_round(sizes, number, e)
+        with jax.named_scope("dispatch"):
+            received = dispatch(rows, plan, e)
+        with jax.named_scope("experts"):
+            received = experts(weights, received, plan.group_sizes, limit)
+        with jax.named_scope("collect"):
+            return collect(received, plan, rows.shape[0], e)
+
+    sizes = gather_sizes(group_sizes, e)
+    out = run(weights, rows, sizes, 0)
+    if e.capacity == e.worst_load:
+        return out, Overflow.none()
+    if not o.rounds:
+        mine = queue_lengths(sizes)[lax.axis_index(e.axes)]
+        return out, Overflow(jnp.maximum(mine - e.capacity, 0), jnp.ones((), jnp.int32))
+    num_rounds = rounds_needed(sizes, e)
+    trained, fixed = zip(*(split_frozen(w, o.frozen) for w in weights), strict=True)
+    with jax.named_scope("further_rounds"):
+        out = further_rounds(run, (trained, fixed), out, rows, sizes, num_rounds)
+    return out, Overflow(jnp.zeros((), jnp.int32), num_rounds)
 
 
 def grouped_project(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -209,18 +259,21 @@ def moe(
         routing = p.routed.route(x.reshape(-1, d), tokens.reshape(-1), c)
     stats = statistics(p.routed, routing, valid, c, o)
     if TENSOR in o.expert_axes:
-        y, dropped = p.routed(x.reshape(-1, d), routing, valid.reshape(-1), c, o)
+        y, overflow = p.routed(x.reshape(-1, d), routing, valid.reshape(-1), c, o)
         y = y.reshape(batch, local, d)
     else:
         tokens_of_row = jax.tree.map(
             lambda a: gather_length(a.reshape(batch, local, -1)).reshape(-1, *a.shape[1:]),
             (x.reshape(-1, d), routing, valid.reshape(-1)),
         )
-        y, dropped = p.routed(tokens_of_row[0], tokens_of_row[1], tokens_of_row[2], c, o)
+        y, overflow = p.routed(tokens_of_row[0], tokens_of_row[1], tokens_of_row[2], c, o)
         y = scatter_length(y.reshape(batch, -1, d))
-        dropped = jnp.where(lax.axis_index(TENSOR) == 0, dropped, 0)  # every tensor device counts the same rows
+        first = lax.axis_index(TENSOR) == 0  # every tensor device counts the same rows
+        overflow = overflow.replace(dropped=jnp.where(first, overflow.dropped, 0))
     with jax.named_scope("shared_expert"):
-        return y + p.shared(x, c.mlp_activations_limit), stats.replace(dropped=varying_like(dropped, x))
+        y = y + p.shared(x, c.mlp_activations_limit)
+    dropped, rounds = (varying_like(a, x) for a in (overflow.dropped, overflow.rounds))
+    return y, stats.replace(dropped=dropped, rounds=rounds)
 
 
 def statistics(p: RoutedMoE, routing: Routing, valid: jax.Array, c: ModelConfig, o: MoEOptions) -> MoEStats:
@@ -238,4 +291,5 @@ def statistics(p: RoutedMoE, routing: Routing, valid: jax.Array, c: ModelConfig,
         chosen = lax.psum(counts, TENSOR) * c.num_experts / (c.num_experts_per_tok * jnp.maximum(length, 1))
         balance = jnp.sum(chosen * share / jnp.maximum(length, 1))
     finite = jnp.all(jnp.isfinite(routing.scores))
-    return MoEStats(jnp.sum(counts, axis=0), jnp.zeros((), jnp.int32), balance, finite)
+    nothing = jnp.zeros((), jnp.int32)
+    return MoEStats(load=jnp.sum(counts, axis=0), dropped=nothing, rounds=nothing, balance=balance, finite=finite)

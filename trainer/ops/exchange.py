@@ -1,16 +1,17 @@
 """The expert exchange: sorted rows to the devices that hold their experts, and back.
 
 Every device sees the whole table of group sizes (P x E integers), so each knows where any row goes and no sizes are
-negotiated. A receiver's rows form one queue, in order of (local expert, sending device, row), and a receive buffer of
-R rows takes the first R: they land sorted by expert, with no second sort. What lies beyond R is counted, not sent,
-and comes back as zeros.
+negotiated. A receiver's rows form one queue, in order of (local expert, sending device, row). Round r moves rows
+r R .. (r + 1) R of every queue, R being the rows of the receive buffer: they land sorted by expert, with no second
+sort. One round does while no queue is longer than R; `further_rounds` runs the rest, as many as the longest queue takes.
 
 `ragged_all_to_all` moves only what is sent. XLA has it for TPU; elsewhere the same plan drives an `all_to_all` of
 blocks padded to the largest block possible.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from trainer.sharding import varying_like
+from trainer.params import merge
+from trainer.sharding import AXES, varying_like
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,11 @@ class Exchange:
     ragged: bool  # whether the mesh's platform has ragged_all_to_all
     capacity: int  # R, rows of the receive buffer
     block: int  # most rows one device can send another: tokens x min(K, local experts)
+    worst_load: int  # most rows that can be meant for one device
 
 
 class ExchangePlan(struct.PyTreeNode):
-    """Segments of rows, one per (device, device's expert): [P, E / P] arrays of int32."""
+    """One round's segments of rows, one per (device, device's expert): [P, E / P] arrays of int32."""
 
     send_start: jax.Array  # in my sorted rows, by receiver
     send_size: jax.Array
@@ -41,7 +44,6 @@ class ExchangePlan(struct.PyTreeNode):
     receive_size: jax.Array
     source_start: jax.Array  # where my buffer's rows lie at each sender
     group_sizes: jax.Array  # [E / P] rows in my buffer per local expert
-    dropped: jax.Array  # [] rows meant for me beyond the buffer
 
 
 def _before(x: jax.Array) -> jax.Array:
@@ -49,17 +51,32 @@ def _before(x: jax.Array) -> jax.Array:
     return jnp.cumsum(x, axis=-1) - x
 
 
-def plan_exchange(group_sizes: jax.Array, e: Exchange) -> ExchangePlan:
-    """My rows per expert [E] -> the plan. One all-gather of E integers over the expert axes."""
-    sizes = lax.all_gather(group_sizes, e.axes)  # [P, E]
+def gather_sizes(group_sizes: jax.Array, e: Exchange) -> jax.Array:
+    """My rows per expert [E] -> everybody's [P, E]: one all-gather of E integers over the expert axes."""
+    return lax.all_gather(group_sizes, e.axes)
+
+
+def queue_lengths(sizes: jax.Array) -> jax.Array:
+    """[P, E] -> rows meant for each device, [P]."""
+    return jnp.sum(sizes.reshape(sizes.shape[0], sizes.shape[0], -1), axis=(0, 2))
+
+
+def rounds_needed(sizes: jax.Array, e: Exchange) -> jax.Array:
+    """Rounds until every queue of the mesh is empty, equal on all devices: [] int32."""
+    return lax.pmax(-(-jnp.max(queue_lengths(sizes)) // e.capacity), AXES)
+
+
+def plan_round(sizes: jax.Array, number: jax.Array | int, e: Exchange) -> ExchangePlan:
+    """Everybody's rows per expert [P, E] -> what moves in round `number`."""
     num = sizes.shape[0]
     me = lax.axis_index(e.axes)
     by_receiver = sizes.reshape(num, num, -1)  # [sender, receiver, local expert]
     starts = _before(sizes).reshape(by_receiver.shape)  # in the sender's sorted rows
     queue = by_receiver.transpose(1, 2, 0)  # [receiver, local expert, sender]
-    place = _before(queue.reshape(num, -1)).reshape(queue.shape)
-    taken = jnp.clip(e.capacity - place, 0, queue)
-    place, taken = place.transpose(2, 0, 1), taken.transpose(2, 0, 1)  # [sender, receiver, local expert]
+    place = _before(queue.reshape(num, -1)).reshape(queue.shape) - number * e.capacity
+    first, last = jnp.clip(-place, 0, queue), jnp.clip(e.capacity - place, 0, queue)
+    place, first, taken = (a.transpose(2, 0, 1) for a in (place + first, first, last - first))
+    starts = starts + first
     return ExchangePlan(
         send_start=starts[me],
         send_size=taken[me],
@@ -68,7 +85,6 @@ def plan_exchange(group_sizes: jax.Array, e: Exchange) -> ExchangePlan:
         receive_size=taken[:, me],
         source_start=starts[:, me],
         group_sizes=jnp.sum(taken[:, me], axis=0),
-        dropped=jnp.sum(by_receiver[:, me] - taken[:, me]),
     )
 
 
@@ -146,3 +162,49 @@ def _collect_backward(num_rows: int, e: Exchange, p: ExchangePlan, cotangent: ja
 
 dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 collect.defvjp(_collect_forward, _collect_backward)
+
+
+# run(weights, rows [n K, D], sizes [P, E], round) -> the round's part of [n K, D], zero where nothing was sent.
+Round = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _further_rounds(
+    run: Round, weights: tuple[Any, Any], first: jax.Array, rows: jax.Array, sizes: jax.Array, num_rounds: jax.Array
+) -> jax.Array:
+    """Rounds 1 .. num_rounds added to `first`, what round 0 gave. Each row is in one round, so sums are exact.
+
+    `weights` are the experts' that train and the rest, None in each other's places; only the former have a gradient.
+    The loop has no turn while no queue overflows, and its backward runs the rounds again one at a time: what it holds
+    does not grow with the rounds.
+    """
+    return lax.while_loop(
+        lambda carry: carry[0] < num_rounds,
+        lambda carry: (carry[0] + 1, carry[1] + run(merge(*weights), rows, sizes, carry[0])),
+        (jnp.ones_like(num_rounds), first),
+    )[1]
+
+
+further_rounds = jax.custom_vjp(_further_rounds, nondiff_argnums=(0,))
+
+
+def _further_rounds_forward(run: Round, *args: Any) -> tuple[jax.Array, tuple]:
+    weights, _, rows, sizes, num_rounds = args
+    return further_rounds(run, *args), (weights, rows, sizes, num_rounds)
+
+
+def _further_rounds_backward(run: Round, residuals: tuple, cotangent: jax.Array) -> tuple:
+    (trained, fixed), rows, sizes, num_rounds = residuals
+
+    def one_round(carry: tuple) -> tuple:
+        number, total = carry
+        _, pull = jax.vjp(lambda w, x: run(merge(w, fixed), x, sizes, number), trained, rows)
+        return number + 1, jax.tree.map(jnp.add, total, pull(cotangent))
+
+    zeros = jax.tree.map(lambda x: varying_like(jnp.zeros(x.shape, x.dtype), x), (trained, rows))
+    _, (d_trained, d_rows) = lax.while_loop(
+        lambda carry: carry[0] < num_rounds, one_round, (jnp.ones_like(num_rounds), zeros)
+    )
+    return (d_trained, None), cotangent, d_rows, None, None
+
+
+further_rounds.defvjp(_further_rounds_forward, _further_rounds_backward)
