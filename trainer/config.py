@@ -62,7 +62,11 @@ class Config:
     remat_policy: Literal["none", "minimal", "full"] = documented(
         "What the backward pass recomputes: nothing, all but each block's costly results, or whole blocks.", "full"
     )
-    attention: Literal["dot_product"] = documented("Implementation of attention.", "dot_product")
+    attention: Literal["dot_product", "chunked", "dynamic_splash"] = documented(
+        "Implementation of attention: chunks of queries; a TPU kernel in larger chunks (interpreted, and slow, on a CPU); "
+        "or, the reference for both, all scores at once.",
+        "chunked",
+    )
     moe_permute: Literal["gather", "repeat"] = documented(
         "How tokens get into expert order: gathered straight from the activations, or (the baseline to measure "
         "against) copied once per expert and then sorted.",

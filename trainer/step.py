@@ -21,7 +21,7 @@ from trainer.models.config import ModelConfig
 from trainer.models.deepseek_v4 import Batch, DeepSeekV4, Options, decode, layer_kinds, segments
 from trainer.models.lora import LoRA, at_step
 from trainer.models.moe import MoEOptions, MoEStats
-from trainer.ops.attend import ATTENTION
+from trainer.ops.attend import attention_forms
 from trainer.ops.cross_entropy import IGNORE, cross_entropy
 from trainer.ops.permute import PERMUTE
 from trainer.optimizer import as_float32
@@ -96,7 +96,7 @@ def build_program(config: Config, mesh: Mesh) -> Program:
     lora = lora_of(config)
     options = Options(
         dtype=DTYPES[config.dtype],
-        attend=ATTENTION[config.attention],
+        attend=attention_forms(interpret=platform(mesh) != "tpu")[config.attention],
         moe=moe_options,
         remat=REMAT[config.remat_policy],
         loss_chunk_tokens=config.loss_chunk_tokens,

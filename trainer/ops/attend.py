@@ -11,43 +11,128 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from trainer.ops.splash import splash
+from trainer.sharding import varying_like
+
 
 class Entries(struct.PyTreeNode):
-    """Compressed keys and who sees them."""
+    """Compressed keys and who sees them. Entry w ends at token (w + 1) S / T - 1 or later: no query before sees it."""
 
     kv: jax.Array  # [B, T, C]
     seen: jax.Array  # [B, S, T] bool
 
 
+# (q [B, S, H, C], kv [B, S, C], entries or None, sinks [H] float32, segment ids [B, S], window) -> [B, S, H, C]
 Attend = Callable[[jax.Array, jax.Array, "Entries | None", jax.Array, jax.Array, int], jax.Array]
+# (q [B, n, H, C], keys [B, m, C], mask [B, n, m] bool, sinks [H] float32) -> [B, n, H, C]
+AttendMasked = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+CHUNK_QUERIES = 256  # of the chunked form: float32 scores of one chunk and 8 heads are 37 MiB at 16384 tokens
+SPLASH_QUERIES = 2048  # of one call of the kernel: its mask is 13 MB
+PREFIXES = 4  # parts of the row: queries of the first quarter are not scored against entries of the others
 
 
-def window_mask(segment_ids: jax.Array, window: int) -> jax.Array:
-    """[B, S] -> [B, S, S] bool: the last `window` keys of the query's own document, itself included."""
-    index = jnp.arange(segment_ids.shape[1])
-    distance = index[:, None] - index[None, :]
-    near = (distance >= 0) & (distance < window)
-    return near & (segment_ids[:, :, None] == segment_ids[:, None, :])
-
-
-def dot_product(
-    q: jax.Array, kv: jax.Array, entries: Entries | None, sinks: jax.Array, segment_ids: jax.Array, window: int
-) -> jax.Array:
-    """The plain form, whole score matrices and all: the reference for every other form.
-
-    q [B, S, H, C]; kv [B, S, C]; sinks [H] float32 -> [B, S, H, C] in q's dtype. Logits and softmax in float32.
-    """
-    mask = window_mask(segment_ids, window)
-    if entries is not None:
-        kv = jnp.concatenate([kv, entries.kv], axis=1)
-        mask = jnp.concatenate([mask, entries.seen], axis=2)
-    logits = jnp.einsum("bshc,btc->bhst", q, kv, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+def softmax_masked(q: jax.Array, keys: jax.Array, mask: jax.Array, sinks: jax.Array) -> jax.Array:
+    """The plain form: logits and softmax in float32, whole score matrices. See `AttendMasked`."""
+    logits = jnp.einsum("bshc,btc->bhst", q, keys, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     logits = jnp.where(mask[:, None], logits, -jnp.inf)
     sinks = sinks[None, :, None, None]
     top = lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sinks))
     weights = jnp.exp(logits - top)
     weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - top))
-    return jnp.einsum("bhst,btc->bshc", weights.astype(q.dtype), kv)
+    return jnp.einsum("bhst,btc->bshc", weights.astype(q.dtype), keys)
 
 
-ATTENTION: dict[str, Attend] = {"dot_product": dot_product}
+def window_mask(queries: jax.Array, keys: jax.Array, distance: jax.Array, window: int) -> jax.Array:
+    """Segments of queries [B, n] and keys [B, m], how far each key lies before each query [n, m] -> [B, n, m] bool:
+    the last `window` keys of the query's own document, itself included."""
+    near = (distance >= 0) & (distance < window)
+    return near & (queries[:, :, None] == keys[:, None, :])
+
+
+def dot_product(
+    q: jax.Array, kv: jax.Array, entries: Entries | None, sinks: jax.Array, segment_ids: jax.Array, window: int
+) -> jax.Array:
+    """All scores at once: the reference for every other form."""
+    index = jnp.arange(q.shape[1])
+    mask = window_mask(segment_ids, segment_ids, index[:, None] - index[None, :], window)
+    if entries is not None:
+        kv = jnp.concatenate([kv, entries.kv], axis=1)
+        mask = jnp.concatenate([mask, entries.seen], axis=2)
+    return softmax_masked(q, kv, mask, sinks)
+
+
+def in_chunks(attend: AttendMasked, num_queries: int) -> Attend:
+    """Attention chunk by chunk of queries, each over a band of window keys and the entries some query of its part of
+    the row can see. What it holds beside inputs and outputs does not grow with the length."""
+
+    def whole_row(
+        q: jax.Array, kv: jax.Array, entries: Entries | None, sinks: jax.Array, segment_ids: jax.Array, window: int
+    ) -> jax.Array:
+        length = q.shape[1]
+        size = min(num_queries, length)
+        padding = -length % size
+        q, kv, segment_ids = (
+            jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)) for x in (q, kv, segment_ids)
+        )
+        num, back = q.shape[1] // size, window - 1
+        distance = back + jnp.arange(size)[:, None] - jnp.arange(back + size)[None, :]
+        chunks = (_chunks(q, size), _band(kv, size, back), _chunks(segment_ids, size), _band(segment_ids, size, back))
+
+        def one_chunk(entry_kv: jax.Array | None, chunk: tuple) -> jax.Array:
+            (q, keys, of_queries, of_keys), seen = chunk
+            # A band's first keys may lie before the row: they are padding, segment 0, as padded queries are.
+            mask = window_mask(of_queries, jnp.where(of_keys == 0, -1, of_keys), distance, window)
+            if entry_kv is not None:
+                keys = jnp.concatenate([keys, entry_kv.astype(keys.dtype)], axis=1)
+                mask = jnp.concatenate([mask, seen], axis=2)
+            return attend(q, keys, mask, sinks)
+
+        out = []
+        for first, last in _prefixes(num):
+            of_part = jax.tree.map(lambda x, f=first, t=last: x[f:t], chunks)
+            visible, seen = None, None
+            if entries is not None:
+                num_entries = -(-entries.kv.shape[1] * last * size // length)
+                # Summed over chunks in float32 on the way back.
+                visible = entries.kv[:, :num_entries].astype(jnp.float32)
+                seen = jnp.pad(entries.seen, ((0, 0), (0, padding), (0, 0)))[
+                    :, first * size : last * size, :num_entries
+                ]
+                seen = _chunks(seen, size)
+            step = jax.checkpoint(lambda chunk, v=visible: one_chunk(v, chunk))
+            out.append(lax.map(step, (of_part, seen)))
+        whole = jnp.concatenate(out)
+        return jnp.moveaxis(whole, 0, 1).reshape(q.shape)[:, :length]
+
+    return whole_row
+
+
+def _chunks(x: jax.Array, size: int) -> jax.Array:
+    """[B, S, ...] -> [S / size, B, size, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+
+def _band(x: jax.Array, size: int, back: int) -> jax.Array:
+    """[B, S, ...] -> [S / size, B, back + size, ...]: each chunk and the `back` rows before it, zeros before the row."""
+    chunks = _chunks(x, size)
+    num_before = -(-back // size)
+    zeros = varying_like(jnp.zeros((num_before, *chunks.shape[1:]), x.dtype), x)
+    padded = jnp.concatenate([zeros, chunks])
+    before = [padded[i : i + chunks.shape[0]] for i in range(num_before)]
+    return jnp.concatenate([*before, chunks], axis=2)[:, :, num_before * size - back :]
+
+
+def _prefixes(num_chunks: int) -> list[tuple[int, int]]:
+    """The row's parts as ranges of chunks."""
+    edges = sorted({round(num_chunks * i / PREFIXES) for i in range(PREFIXES + 1)})
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def attention_forms(interpret: bool) -> dict[str, Attend]:
+    """By name; `interpret` runs the TPU kernel in Pallas' interpreter, where there is no TPU."""
+    return {
+        "dot_product": dot_product,
+        "chunked": in_chunks(softmax_masked, CHUNK_QUERIES),
+        "dynamic_splash": in_chunks(splash(interpret), SPLASH_QUERIES),
+    }

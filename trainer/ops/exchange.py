@@ -3,7 +3,7 @@
 Every device sees the whole table of group sizes (P x E integers), so each knows where any row goes and no sizes are
 negotiated. A receiver's rows form one queue, in order of (local expert, sending device, row). Round r moves rows
 r R .. (r + 1) R of every queue, R being the rows of the receive buffer: they land sorted by expert, with no second
-sort. One round does while no queue is longer than R; `further_rounds` runs the rest, as many as the longest queue takes.
+sort. One round does while no queue is longer than R; `further_rounds` runs the rest, until the longest is empty.
 
 `ragged_all_to_all` moves only what is sent. XLA has it for TPU; elsewhere the same plan drives an `all_to_all` of
 blocks padded to the largest block possible.
