@@ -48,6 +48,11 @@ class Config:
     ici_fsdp_parallelism: int = documented("Parts the weights are split into along their width; splits the batch.", 1)
     ici_expert_parallelism: int = documented("Parts the experts are split into; splits the batch too.", 1)
     ici_tensor_parallelism: int = documented("Parts that heads, the vocabulary and sequences are split into.", 1)
+    allow_split_physical_axes: bool = documented(
+        "Lay several mesh axes on one axis of a TPU slice's torus, for degrees that fit no other way, or to close an "
+        "axis's devices into a ring where the torus has none.",
+        False,
+    )
 
     # The batch.
     per_device_batch_size: float = documented(
@@ -63,8 +68,8 @@ class Config:
         "What the backward pass recomputes: nothing, all but each block's costly results, or whole blocks.", "full"
     )
     attention: Literal["dot_product", "chunked", "dynamic_splash"] = documented(
-        "Implementation of attention: chunks of queries; a TPU kernel in larger chunks (interpreted, and slow, on a CPU); "
-        "or, the reference for both, all scores at once.",
+        "Implementation of attention: chunks of queries; a TPU kernel on larger chunks (interpreted, and slow, on a "
+        "CPU); or, the reference for both, all scores at once.",
         "chunked",
     )
     moe_permute: Literal["gather", "repeat"] = documented(
@@ -136,6 +141,18 @@ class Config:
     async_checkpointing: bool = documented("Write checkpoints while training goes on.", True)
     load_parameters_path: str = documented(
         "Hugging Face DeepSeek-V4 folder to take the first weights from; empty: random weights.", "", path_unless=("",)
+    )
+
+    # The compiler.
+    compile_topology: str = documented(
+        "What `compile` compiles for: a TPU slice such as v6e-128, dcn_data_parallelism of them, or `cpu`. With "
+        "hardware=tpu a run on other devices is refused.",
+        "",
+    )
+    libtpu_init_args: str = documented(
+        "Flags of the TPU compiler and runtime, such as `--xla_tpu_scoped_vmem_limit_kib=98304`, with spaces between "
+        "them. Empty: those of LIBTPU_INIT_ARGS in the environment.",
+        "",
     )
 
     model: ModelConfig = field(default_factory=ModelConfig, metadata={"doc": "The model; see `configs/models`."})

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from trainer.config import Config
 from trainer.errors import ConfigError
+from trainer.topology import CPU, Slice, find_slice
 
 AXIS_KEYS = {
     "data": "dcn_data_parallelism",
@@ -68,8 +69,29 @@ class BatchShape:
 
 
 def device_count(config: Config, num_devices: int | None) -> int | None:
-    """Devices of the run: `num_cpu_devices` on the CPU, `num_devices` elsewhere. None where nobody knows yet."""
-    return config.num_cpu_devices if config.hardware == "cpu" else num_devices
+    """Devices of the run: `num_cpu_devices` on the CPU; elsewhere `num_devices`, or those of `compile_topology`.
+
+    None where nobody knows yet.
+    """
+    if config.hardware == "cpu":
+        return config.num_cpu_devices
+    planned = planned_slice(config)
+    if planned is None or config.dcn_data_parallelism < 1:
+        return num_devices
+    expected = planned.num_devices * config.dcn_data_parallelism
+    if num_devices not in (None, expected):
+        raise ConfigError(
+            f"compile_topology={config.compile_topology} x dcn_data_parallelism={config.dcn_data_parallelism} is "
+            f"{expected} devices, and this run has {num_devices}; name what it runs on, or leave compile_topology empty"
+        )
+    return expected
+
+
+def planned_slice(config: Config) -> Slice | None:
+    """The TPU slice that `compile_topology` names for a run on TPUs. Raises ConfigError for a name of none."""
+    if config.hardware != "tpu" or config.compile_topology in ("", CPU):
+        return None
+    return find_slice(config.compile_topology)
 
 
 def given_degrees(config: Config) -> dict[str, int]:
@@ -105,15 +127,19 @@ def _mesh_message(problem: str, config: Config, given: dict[str, int], devices: 
     text += f"without the -1: {product}" if THE_REST in given.values() else f"{product}"
     if devices is None:
         devices = math.prod(degree for degree in given.values() if degree > 0)
-    elif config.hardware == "cpu":
-        text += f"; devices: {devices} (num_cpu_devices)"
     else:
-        text += f"; devices: {devices}"
+        text += f"; devices: {devices}{_whose(config)}"
     changes = [f"{key}={degree}" for key, degree in _completion(given, devices).items() if degree != given[key]]
     text += f"; valid: {' '.join(changes)}"
     if config.hardware == "cpu" and THE_REST not in given.values() and product > 0:
         text += f", or num_cpu_devices={product}"
     return text
+
+
+def _whose(config: Config) -> str:
+    if config.hardware == "cpu":
+        return " (num_cpu_devices)"
+    return f" (compile_topology={config.compile_topology})" if planned_slice(config) else ""
 
 
 def _completion(given: dict[str, int], devices: int) -> dict[str, int]:

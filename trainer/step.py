@@ -24,7 +24,7 @@ from trainer.models.moe import MoEOptions, MoEStats
 from trainer.ops.attend import attention_forms
 from trainer.ops.cross_entropy import IGNORE, cross_entropy
 from trainer.ops.permute import PERMUTE
-from trainer.optimizer import as_float32
+from trainer.optimizer import as_float32, learning_rate_schedule
 from trainer.params import gather_leaf, merge, pspecs, split_trainable
 from trainer.sharding import AXES, Layout
 
@@ -149,7 +149,7 @@ def make_step(program: Program, config: Config, optimizer: optax.GradientTransfo
     """
     forward = forward_sums(program)
 
-    def step(state: TrainState, frozen: DeepSeekV4 | None, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(state: TrainState, frozen: DeepSeekV4 | None, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         params = state.params if frozen is None else merge(state.params, frozen)
         trainable, fixed = split_trainable(program.spec, params)
         num_targets = jnp.maximum(jnp.sum(batch.targets != IGNORE), 1)
@@ -168,7 +168,8 @@ def make_step(program: Program, config: Config, optimizer: optax.GradientTransfo
             if frozen is None:
                 params = merge(params, fixed)
                 params = balance_experts(params, sums.load, config.routed_bias_update_rate, program.model)
-        metrics = step_metrics(sums, num_targets, num_rows) | {"grad_norm": grad_norm}
+        metrics = step_metrics(sums, num_targets, num_rows)
+        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate_schedule(config)(state.step)}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step

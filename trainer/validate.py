@@ -5,12 +5,14 @@ Every message has the key, its value, the number it has to fit, and the nearest 
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
 from trainer.config import BYTE_TOKENIZER, Config, value_of
 from trainer.config_values import nearest
 from trainer.errors import ConfigError
+from trainer.libtpu import check_flags
 from trainer.models.config import ModelConfig, adaptable
 from trainer.parallel import (
     AXIS_KEYS,
@@ -20,8 +22,11 @@ from trainer.parallel import (
     device_count,
     divisors,
     given_degrees,
+    planned_slice,
     resolve_degrees,
 )
+from trainer.topology import CPU
+from trainer.torus import assign, torus
 
 BYTE_TOKENIZER_VOCABULARY = 257  # 256 bytes and the end of a document
 
@@ -121,6 +126,9 @@ def validate(config: Config, num_devices: int | None = None) -> None:
         axes = ", ".join(config.moe_expert_axes)
         raise ConfigError(f"moe_expert_axes=[{axes}] is not possible; it must be [expert, tensor] or [expert]")
     _check_lora(config)
+    check_flags(config.libtpu_init_args, f"libtpu_init_args={config.libtpu_init_args!r}")
+    if config.compile_topology != CPU:
+        planned_slice(replace(config, hardware="tpu"))  # a wrong name is wrong on every hardware
     _check_mesh(config, num_devices)
 
 
@@ -210,6 +218,11 @@ def _check_mesh(config: Config, num_devices: int | None) -> None:
     degrees = resolve_degrees(config, num_devices)
     _check_shapes(config, degrees, devices or 0)
     batch_shape(config, degrees)
+    planned = planned_slice(config)
+    if planned is not None:  # refuses a mesh that has no place on the slice's torus
+        on = torus(planned.dims, planned.wraps, planned.chip.devices)
+        on_slice = {axis: getattr(degrees, axis) for axis in AXIS_KEYS} | {"data": 1}
+        assign(on_slice, on, config.allow_split_physical_axes)
 
 
 def _check_shapes(config: Config, degrees: Degrees, devices: int) -> None:

@@ -1,6 +1,7 @@
 """Compare the model with golden numbers of an independent implementation: forward, loss and gradients, in float32."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from trainer.config import Config, from_values
+from trainer.devices import find_devices
 from trainer.errors import ConfigError
 from trainer.hf.config import model_values
 from trainer.hf.load import load
@@ -20,6 +22,7 @@ from trainer.ops.cross_entropy import IGNORE
 from trainer.parallel import resolve_degrees
 from trainer.params import merge, named_leaves, pspecs, split_trainable
 from trainer.step import Program, build_program, forward_sums
+from trainer.validate import validate
 
 TOLERANCE = 1e-4  # of an array's largest magnitude
 
@@ -154,3 +157,22 @@ def differences(config: Config, folder: Path, golden: dict[str, np.ndarray]) -> 
         layer = f"[{index[0]}]" if index else ""
         result[f"grad/{path}{layer}"] = difference(np.asarray(leaves[path])[index], reference)
     return result
+
+
+def verify(folder: str, golden_path: str, overrides: Sequence[str], write: Callable[[str], None]) -> int:
+    """The whole command: a table of the largest differences, and one JSON line last. Returns the exit code."""
+    golden = read_golden(Path(golden_path))
+    config = verify_config(Path(folder), golden["input_ids"], overrides)
+    validate(config)
+    find_devices(config)
+    max_rel = differences(config, Path(folder), golden)
+    if not max_rel:
+        raise ConfigError(f"{golden_path}: holds nothing to compare: no logits, loss, streams or grad/*")
+    worst = sorted(max_rel, key=lambda name: -max_rel[name])
+    write(f"{len(max_rel)} arrays compared; largest differences, relative to each array's scale:")
+    for name in worst[:10]:
+        write(f"  {max_rel[name]:9.2e}  {name}")
+    ok = max(max_rel.values()) <= TOLERANCE
+    finite = {name: value if np.isfinite(value) else None for name, value in max_rel.items()}
+    write(json.dumps({"ok": ok, "max_rel": finite}))
+    return 0 if ok else 1

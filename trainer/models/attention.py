@@ -71,13 +71,10 @@ def compressed_entries(
     """The layer's compressed keys, and which of them each query of the row sees."""
     w = rows.windows[compressor.position_bias.shape[0]]
     kv = compress(compressor, x, w, rows.compressed, c)
-    seen = visible(w, rows.segment_ids, jnp.arange(rows.segment_ids.shape[1]))
-    if p.indexer is not None:
-        with jax.named_scope("indexer"):
-            chosen = gather_length(select(p.indexer, x, q_low, rows, c))
-        marks = jax.vmap(jax.vmap(lambda row, at: row.at[at].set(True, mode="drop")))
-        seen = marks(jnp.zeros_like(seen), chosen)
-    return Entries(kv=kv, seen=seen)
+    if p.indexer is None:
+        return Entries(kv=kv, seen=visible(w, rows.segment_ids, jnp.arange(rows.segment_ids.shape[1])))
+    with jax.named_scope("indexer"):
+        return Entries(kv=kv, seen=gather_length(select(p.indexer, x, q_low, rows, c)))
 
 
 def output(p: Attention, o: jax.Array, c: ModelConfig) -> jax.Array:

@@ -13,6 +13,7 @@ from trainer.models.lora import project
 from trainer.models.normalization import rms_norm
 from trainer.models.rope import Rotation, rotate
 from trainer.models.rows import RowContext, Windows, own_share, visible
+from trainer.ops.top_mask import top_mask
 from trainer.params import constant, param
 from trainer.sharding import TENSOR, gather_length, varying_like
 
@@ -97,7 +98,7 @@ class Indexer(struct.PyTreeNode):
 
 
 def select(p: Indexer, x: jax.Array, q_low: jax.Array, rows: RowContext, c: ModelConfig) -> jax.Array:
-    """The entries each of this device's queries attends to: [B, S / tensor, k] int32, T where there is none.
+    """Which entries each of this device's queries attends to: [B, S / tensor, T] bool.
 
     x [B, S / tensor, D], q_low [B, S / tensor, Q]. Scores are summed head by head, so [heads, S, T] never exists. At
     equal scores the lower index wins; -0.0 counts as 0.0.
@@ -120,7 +121,4 @@ def select(p: Indexer, x: jax.Array, q_low: jax.Array, rows: RowContext, c: Mode
     heads = (jnp.moveaxis(queries, 2, 0), jnp.moveaxis(head_weights, 2, 0))
     zero = varying_like(jnp.zeros((batch, local, keys.shape[1]), jnp.float32), queries, keys)
     scores, _ = lax.scan(add_head, zero, heads)
-    seen = visible(w, here[1], start + jnp.arange(local))
-    scores = jnp.where(seen, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
-    best, index = lax.top_k(scores, min(c.indexer_topk, scores.shape[-1]))
-    return jnp.where(best == -jnp.inf, scores.shape[-1], index)
+    return top_mask(scores, visible(w, here[1], start + jnp.arange(local)), c.indexer_topk)

@@ -79,7 +79,7 @@ def any_seed(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
     return rng.integers(0, 2**31, shape).astype(np.int32)
 
 
-def with_adapter(p: Param, letters: tuple[str, str, str], lora: LoRA, c: ModelConfig) -> Any:
+def with_adapter(p: Any, letters: tuple[str, str, str], lora: LoRA, c: ModelConfig) -> Any:
     """A is uniform within 1 / sqrt(inputs), as the PEFT library starts it; B is zero."""
     weight, a, b = letters
     sizes = dict(zip(weight, p.shape, strict=True)) | {"r": lora.rank}

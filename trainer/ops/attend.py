@@ -29,7 +29,7 @@ AttendMasked = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 CHUNK_QUERIES = 256  # of the chunked form: float32 scores of one chunk and 8 heads are 37 MiB at 16384 tokens
 SPLASH_QUERIES = 2048  # of one call of the kernel: its mask is 13 MB
-PREFIXES = 4  # parts of the row: queries of the first quarter are not scored against entries of the others
+HALVED_ENTRIES = 1024  # from so many entries on, queries of the row's first half are not scored against the second's
 
 
 def softmax_masked(q: jax.Array, keys: jax.Array, mask: jax.Array, sinks: jax.Array) -> jax.Array:
@@ -89,7 +89,7 @@ def in_chunks(attend: AttendMasked, num_queries: int) -> Attend:
             return attend(q, keys, mask, sinks)
 
         out = []
-        for first, last in _prefixes(num):
+        for first, last in _parts(num, 0 if entries is None else entries.kv.shape[1]):
             of_part = jax.tree.map(lambda x, f=first, t=last: x[f:t], chunks)
             visible, seen = None, None
             if entries is not None:
@@ -114,7 +114,7 @@ def _chunks(x: jax.Array, size: int) -> jax.Array:
 
 
 def _band(x: jax.Array, size: int, back: int) -> jax.Array:
-    """[B, S, ...] -> [S / size, B, back + size, ...]: each chunk and the `back` rows before it, zeros before the row."""
+    """[B, S, ...] -> [S / size, B, back + size, ...]: each chunk and the `back` rows before it (zeros before all)."""
     chunks = _chunks(x, size)
     num_before = -(-back // size)
     zeros = varying_like(jnp.zeros((num_before, *chunks.shape[1:]), x.dtype), x)
@@ -123,10 +123,12 @@ def _band(x: jax.Array, size: int, back: int) -> jax.Array:
     return jnp.concatenate([*before, chunks], axis=2)[:, :, num_before * size - back :]
 
 
-def _prefixes(num_chunks: int) -> list[tuple[int, int]]:
-    """The row's parts as ranges of chunks."""
-    edges = sorted({round(num_chunks * i / PREFIXES) for i in range(PREFIXES + 1)})
-    return list(zip(edges, edges[1:], strict=False))
+def _parts(num_chunks: int, num_entries: int) -> list[tuple[int, int]]:
+    """The row's parts as ranges of chunks, each scored against its own prefix of the entries. Every part is one more
+    loop to compile, so there are two at most."""
+    if num_entries < HALVED_ENTRIES or num_chunks == 1:
+        return [(0, num_chunks)]
+    return [(0, num_chunks // 2), (num_chunks // 2, num_chunks)]
 
 
 def attention_forms(interpret: bool) -> dict[str, Attend]:

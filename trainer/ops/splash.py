@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import config as jax_config
+from jax.core import ShapedArray
 from jax.experimental.pallas.ops.tpu.splash_attention import BlockSizes, make_splash_mqa_single_device
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -34,7 +35,8 @@ def _rows(q: jax.Array, keys: jax.Array, mask: jax.Array, sinks: jax.Array, *, i
         kernel = make_splash_mqa_single_device(mask[None], block_sizes=sizes, interpret=interpret)
         # The kernel asks this flag in Python, and has made a traced array of it.
         kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
-        return kernel(q, keys, keys, sinks=sinks)
+        out: Any = kernel(q, keys, keys, sinks=sinks)
+        return out
 
     return jnp.stack([one_row(q[i], keys[i], mask[i]) for i in range(q.shape[0])])
 
@@ -61,7 +63,8 @@ def _primitive(name: str, fun: Callable[..., list[jax.Array]], like: tuple[int, 
     lower = mlir.lower_fun(fun, multiple_results=True)
 
     def lower_untyped(ctx: mlir.LoweringRuleContext, *args: Any, **options: Any) -> Any:
-        plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+        avals: Any = ctx.avals_in
+        plain = [ShapedArray(aval.shape, aval.dtype) for aval in avals]
         return lower(ctx.replace(avals_in=plain), *args, **options)
 
     mlir.register_lowering(primitive, lower_untyped)
