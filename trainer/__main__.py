@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.config import Resolved, describe, load
+from trainer.devices import before_jax
 from trainer.errors import ConfigError, RunError
 from trainer.validate import validate, validate_run
 
@@ -26,6 +27,7 @@ def train(arguments: argparse.Namespace) -> int:
     resolved = load(arguments.config, arguments.overrides)
     validate(resolved.config)
     validate_run(resolved.config)
+    before_jax(resolved.config.hardware)
     from trainer.loop import train
 
     return train(resolved.config)
@@ -40,6 +42,7 @@ def config(arguments: argparse.Namespace) -> int:
 
 
 def parameters(resolved: Resolved) -> str:
+    before_jax("cpu")
     from trainer.models.deepseek_v4 import DeepSeekV4, active_params
     from trainer.params import count
 
@@ -50,6 +53,7 @@ def parameters(resolved: Resolved) -> str:
 
 
 def verify(arguments: argparse.Namespace) -> int:
+    before_jax("tpu" if "hardware=tpu" in arguments.overrides else "cpu")
     from trainer.verify import verify
 
     return verify(arguments.folder, arguments.golden, arguments.overrides, write)

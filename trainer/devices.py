@@ -10,16 +10,24 @@ from trainer.errors import ConfigError
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "TRAINER_COORDINATOR", "TRAINER_NUM_PROCESSES", "TRAINER_PROCESS_ID"
 
 
+PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
+
+
+def before_jax(hardware: str) -> None:
+    """What JAX reads when it is imported."""
+    os.environ["JAX_PLATFORMS"] = PLATFORMS[hardware]
+    if hardware != "tpu":
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # where libtpu is installed, it looks for a TPU even so
+
+
 def find_devices(config: Config) -> list[Any]:
     """Start JAX on the config's hardware and return the devices of all processes.
 
     Has to run before anything else touches JAX's devices. Raises ConfigError where the hardware is not there.
     """
-    os.environ["JAX_PLATFORMS"] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}[config.hardware]
-    if config.hardware == "cpu":
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # where libtpu is installed, it looks for a TPU even so
     import jax
 
+    jax.config.update("jax_platforms", PLATFORMS[config.hardware])
     if config.hardware == "cpu":
         jax.config.update("jax_num_cpu_devices", config.num_cpu_devices // _num_processes())
     _join_processes()
