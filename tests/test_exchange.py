@@ -3,7 +3,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-
 from sharded import mesh_of, on_mesh
 
 from trainer.ops.exchange import (

@@ -286,5 +286,3 @@ def test_scores_that_are_no_numbers_are_reported():
     x[3, 2, 1] = np.nan
     *_, bad, _ = whole_layer(mesh_of(expert=4, tensor=2), options(), x=x)
     assert bad == 1
-
-
