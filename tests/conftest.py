@@ -4,6 +4,8 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# The suite compiles far longer than it computes: LLVM at its quickest.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import jax
 import pytest

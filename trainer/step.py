@@ -162,7 +162,7 @@ def make_step(program: Program, config: Config, optimizer: optax.GradientTransfo
 
         grads, sums = accumulate(jax.grad(loss_of, has_aux=True), trainable, batch, state.step)
         with jax.named_scope("optimizer"):
-            grad_norm = optax.global_norm(grads)
+            grad_norm = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, as_float32(trainable))
             params: Any = optax.apply_updates(trainable, updates)
             if frozen is None:
