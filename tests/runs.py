@@ -1,93 +1,134 @@
-"""Steps of a tiny model on any mesh, without a run folder."""
+"""Tiny runs: a config whose step compiles in seconds, and toy steps that take no compile worth the name."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from trainer.config import Config, load
+from trainer.checkpoint import Checkpoints
+from trainer.config import Config, from_values
+from trainer.console import Output
+from trainer.data.loader import FIELDS
+from trainer.loop import Run
+from trainer.memory import program_memory
 from trainer.mesh import make_mesh
 from trainer.models.deepseek_v4 import Batch
-from trainer.parallel import BatchShape, batch_shape, resolve_degrees
-from trainer.state import batch_sharding, first_state, frozen_weights, lower_step, optimizer_of
-from trainer.step import Program, TrainState, build_program
-from trainer.validate import validate
+from trainer.parallel import BatchShape, Degrees
+from trainer.report import Reporter
+from trainer.run_folder import open_run
+from trainer.signals import StopSignal
+from trainer.step import TrainState
 
-ROWS, LENGTH = 8, 64
-SMALL = [
-    "hardware=cpu", "model.compress_ratios=[4,16]", "model.first_num_hash_layers=1", f"max_target_length={LENGTH}",
-    "dtype=float32", "learning_rate=1e-2", "warmup_steps_fraction=0", "attention=dot_product",
-]  # fmt: skip
-
-MESHES = {
-    "1": [],
-    "expert 4": ["ici_expert_parallelism=4"],
-    "tensor 4": ["ici_tensor_parallelism=4"],
-    "fsdp 4": ["ici_fsdp_parallelism=4"],
-    "all": ["ici_fsdp_parallelism=2", "ici_expert_parallelism=2", "ici_tensor_parallelism=2"],
+MODEL = {
+    "vocab_size": 64,
+    "emb_dim": 16,
+    "compress_ratios": [0, 4],
+    "sliding_window_size": 8,
+    "first_num_hash_layers": 1,
+    "num_query_heads": 4,
+    "head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 8,
+    "o_groups": 4,
+    "o_lora_rank": 4,
+    "indexer_n_heads": 2,
+    "indexer_head_dim": 8,
+    "indexer_topk": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_mlp_dim": 16,
+    "mhc_expansion_rate": 2,
+    "sinkhorn_iterations": 3,
+    "yarn_original_max_position": 16,
 }
 
 
-def config_of(*overrides: str, rows: int = ROWS) -> Config:
-    """The tiny model with a microbatch of `rows` on the mesh that the overrides make; later overrides win."""
-    given = {item.split("=")[0]: item for item in (*SMALL, *overrides)}
-    devices = 1
-    for key, item in given.items():
-        if key.endswith("_parallelism"):
-            devices *= int(item.split("=")[1])
-    given["num_cpu_devices"] = f"num_cpu_devices={devices}"
-    given.setdefault("per_device_batch_size", f"per_device_batch_size={rows / devices}")
-    config = load("configs/models/deepseek_v4_tiny.yml", list(given.values())).config
-    validate(config)
-    return config
+def tiny_config(folder: Path, **values: Any) -> Config:
+    """A run that writes below `folder`."""
+    base = {
+        "model": MODEL,
+        "run_name": "tiny",
+        "base_output_directory": str(folder),
+        "hardware": "cpu",
+        "dtype": "float32",
+        "remat_policy": "none",
+        "per_device_batch_size": 2,
+        "max_target_length": 32,
+        "learning_rate": 1e-2,
+        "steps": 4,
+        "checkpoint_period": 2,
+        "enable_tensorboard": False,
+    }
+    return from_values(base | values, (), "test").config
 
 
-class Started(NamedTuple):
-    config: Config
-    program: Program
-    shape: BatchShape
-    compiled: Any
-    frozen: Any
-    state: TrainState
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def start(config: Config) -> Started:
-    degrees = resolve_degrees(config)
-    mesh, shape = make_mesh(degrees, jax.devices()[: degrees.product]), batch_shape(config, degrees)
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        program = build_program(config, mesh)
-        compiled = lower_step(program, config, shape).compile()
-        state = first_state(program, optimizer_of(program, config), config)
-        return Started(config, program, shape, compiled, frozen_weights(program, config), state)
+def toy_state(size: int = 4) -> TrainState:
+    """Random, so that it does not compress."""
+    mesh = make_mesh(Degrees(1, 1, 1, 1), jax.devices()[:1])
+    on_mesh = NamedSharding(mesh, P())
+    values = np.random.default_rng(0).random(size, np.float32)
+    state = TrainState(np.int32(0), {"w": values}, {"m": np.zeros(size, np.float32)})
+    return jax.device_put(state, on_mesh)
 
 
-def random_batch(step: int, program: Program, shape: BatchShape) -> Batch:
-    """Rows of two documents and some padding, the same for every mesh and way of accumulating."""
-    rng = np.random.default_rng(step)
-    num = shape.global_batch
-    tokens = rng.integers(0, 257, (num, shape.length)).astype(np.int32)
-    cut = rng.integers(5, shape.length - 5, (num, 1))
-    index = np.arange(shape.length)
-    end = shape.length - 3
-    segments = np.where(index < end, 1 + (index >= cut), 0).astype(np.int32)
-    positions = np.where(index >= cut, index - cut, index) * (segments > 0)
-    targets = np.where((segments > 0) & (np.roll(segments, -1, 1) == segments), np.roll(tokens, -1, 1), -100)
-    targets[:, -1] = -100
-    whole = (shape.accumulation, shape.rows, shape.length)
-    host = (np.asarray(x, np.int32).reshape(whole) for x in (tokens, targets, segments, positions))
-    return jax.device_put(Batch(*host), batch_sharding(program))
+def toy_step(state: TrainState, frozen: None, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    """A step of no model: the loss is the mean of the weights, which move by the batch's first token."""
+    del frozen
+    params = {"w": state.params["w"] + batch.tokens[0, 0, 0]}
+    metrics = {
+        "loss": jnp.mean(state.params["w"]),
+        "grad_norm": jnp.float32(1.0),
+        "learning_rate": jnp.float32(0.1),
+        "num_targets": jnp.sum(batch.targets),
+        "moe_dropped_tokens": jnp.int32(0),
+        "moe_load_max_over_mean": jnp.float32(1.5),
+        "router_finite_by_layer": jnp.array([True, True]),
+    }
+    return TrainState(state.step + 1, params, state.opt_state), metrics
 
 
-def run_steps(started: Started, num_steps: int, first: int = 0) -> tuple[list[dict[str, Any]], TrainState]:
-    """Metrics of each step, and the state after the last. Uses up the first state."""
-    state, found = started.state, []
-    with jax.set_mesh(started.program.mesh):
-        for step in range(first, first + num_steps):
-            state, metrics = started.compiled(state, started.frozen, random_batch(step, started.program, started.shape))
-            found.append(jax.device_get(metrics))
-    return found, state
+class ToyLoader:
+    """Batches whose first token is the step's number. `at(step)`, if given, is called before each."""
+
+    def __init__(self) -> None:
+        self.at: Any = None
+        self._sharding = NamedSharding(make_mesh(Degrees(1, 1, 1, 1), jax.devices()[:1]), P())
+
+    def batch(self, step: int) -> dict[str, jax.Array]:
+        if self.at is not None:
+            self.at(step)
+        return {field: jax.device_put(np.full((1, 1, 4), step, np.int32), self._sharding) for field in FIELDS}
 
 
-def losses(overrides: Sequence[str], num_steps: int = 3) -> list[float]:
-    return [float(m["loss"]) for m in run_steps(start(config_of(*overrides)), num_steps)[0]]
+class ToyRun:
+    """A run of `step` in `folder`, without a model."""
+
+    def __init__(self, folder: Path, step: Any = toy_step, *, size: int = 4, **values: Any):
+        self.config = tiny_config(folder, **values)
+        self.folder = open_run(self.config)
+        self.state, self.loader, self.stop = toy_state(size), ToyLoader(), StopSignal()
+        batch = Batch(**self.loader.batch(0))
+        self.compiled = jax.jit(step, donate_argnums=0).lower(self.state, None, batch).compile()
+        self.checkpoints = Checkpoints(self.folder.checkpoints, self.config, {"global_batch": 1})
+        mesh = make_mesh(Degrees(1, 1, 1, 1), jax.devices()[:1])
+        self.program: Any = SimpleNamespace(mesh=mesh, model=self.config.model)
+        self.shape = BatchShape(rows=1, accumulation=1, length=4, batch_shards=1)
+
+    def reporter(self) -> Reporter:
+        return Reporter(self.config, self.program, self.shape, program_memory(self.compiled), Output())
+
+    def run(self) -> Run:
+        checkpoints = self.checkpoints if self.config.enable_checkpointing else None
+        loader: Any = self.loader
+        return Run(self.config, self.program, self.shape, loader, checkpoints, self.folder, Output(), self.stop)

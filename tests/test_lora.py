@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import FLOAT32, worst
+from steps import MESHES, config_of, run_steps, start
 
-from runs import MESHES, config_of, run_steps, start
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.models.config import ADAPTER_LETTERS
 from trainer.models.lora import Adapted, is_adapted, project
-from trainer.params import named_leaves
+from trainer.params import named_leaves, trained
 from trainer.validate import validate
 
 LORA = ["lora_rank=4", "lora_alpha=12"]
@@ -50,9 +50,9 @@ def test_every_adapter_moves_and_the_base_does_not(alone):
 
 def test_only_adapters_are_optimized_and_kept_in_float32(alone):
     started, *_ = alone
+    assert trained(started.program.spec) == sum(a.size for a in jax.tree.leaves(alone[1][0]))
     moments = [leaf for name, leaf in named_leaves(started.state.opt_state) if "/mu/" in name]
-    adapters = jax.tree.leaves(started.state.params)
-    assert sum(m.size for m in moments) == sum(a.size for a in adapters)
+    assert sum(m.size for m in moments) == trained(started.program.spec)
     bf16 = start(config_of(*LORA, "weight_dtype=bfloat16", "dtype=bfloat16"))
     assert {a.dtype for a in jax.tree.leaves(bf16.state.params)} == {jnp.dtype("float32")}
     assert bf16.frozen.embedding.dtype == jnp.bfloat16

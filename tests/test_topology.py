@@ -104,7 +104,7 @@ def test_the_mesh_has_to_be_the_slices_size():
 
 @pytest.mark.parametrize("key", ["ici_fsdp_parallelism", "ici_expert_parallelism", "ici_tensor_parallelism"])
 def test_the_rest_is_filled_from_the_slice(key):
-    config = pod(ici_fsdp_parallelism=1, **{key: -1})
+    config = pod(**{key: -1})
     validate(config)
     assert resolve_degrees(config) == resolve_degrees(pod())
 
@@ -159,7 +159,8 @@ for name, topology, chips in json.loads(sys.argv[1]):
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
     sizes = [max(d.coords[i] for d in devices) + 1 for i in range(3)]
     hosts = len({d.process_index for d in devices})
-    print(json.dumps([name, len(devices), hosts, devices[0].device_kind, sizes, 1 + max(d.core_on_chip for d in devices)]))
+    cores = 1 + max(d.core_on_chip for d in devices)
+    print(json.dumps([name, len(devices), hosts, devices[0].device_kind, sizes, cores]))
 """
 
 

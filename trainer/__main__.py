@@ -1,40 +1,51 @@
 """The command line: `python -m trainer COMMAND ...`. Nothing here imports JAX before a config is known to be right."""
 
-import argparse
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from trainer.config import Resolved, describe, load
+from trainer.config_values import nearest
 from trainer.devices import before_jax
 from trainer.errors import ConfigError, RunError
 from trainer.validate import validate, validate_run
 
 TERMINATION_LOG = "/dev/termination-log"  # where Kubernetes looks for a container's last word
-
-EXAMPLES = """examples:
-  python -m trainer train configs/cpu_smoke.yml
-  python -m trainer train configs/cpu_smoke.yml num_cpu_devices=8 ici_expert_parallelism=4 ici_tensor_parallelism=2
-  python -m trainer config configs/models/deepseek_v4_flash.yml
-  python -m trainer verify tests/data/deepseek_v4_tiny tests/data/deepseek_v4_tiny/golden.npz
-
-exit codes: 0 done; 1 failed; 2 the config or input is wrong; 75 stopped by a signal, its checkpoint saved
-"""
+HELP = ("-h", "--help")
 
 
-def train(arguments: argparse.Namespace) -> int:
-    resolved = load(arguments.config, arguments.overrides)
-    validate(resolved.config)
-    validate_run(resolved.config)
-    before_jax(resolved.config.hardware)
-    from trainer.loop import train
+@dataclass(frozen=True)
+class Command:
+    """One of the things that can be done."""
 
-    return train(resolved.config)
+    run: Callable[..., int]  # (*needed, rest of the arguments) -> exit code
+    needed: tuple[str, ...]  # arguments that have to be there, first
+    rest: str  # what else can follow, as help shows it
+    summary: str
+    examples: tuple[str, ...]
+
+    def usage(self, name: str) -> str:
+        return f"python -m trainer {name} {' '.join(self.needed)} {self.rest}"
 
 
-def config(arguments: argparse.Namespace) -> int:
-    resolved = load(arguments.config, arguments.overrides)
+def train(path: str, overrides: Sequence[str]) -> int:
+    config = load(path, overrides).config
+    validate(config)
+    validate_run(config)
+    from trainer.run_folder import open_run
+    from trainer.signals import StopSignal
+
+    folder = open_run(config)
+    with StopSignal() as stop:
+        before_jax(config.hardware)
+        from trainer.loop import train
+
+        return train(config, folder, stop)
+
+
+def config(path: str, overrides: Sequence[str]) -> int:
+    resolved = load(path, overrides)
     validate(resolved.config)
     write(describe(resolved))
     write(f"# {parameters(resolved)}")
@@ -42,66 +53,115 @@ def config(arguments: argparse.Namespace) -> int:
 
 
 def parameters(resolved: Resolved) -> str:
-    before_jax("cpu")
+    before_jax("cpu")  # imported for the shapes alone: no device is touched
     from trainer.models.deepseek_v4 import DeepSeekV4, active_params
     from trainer.params import count
 
     model = resolved.config.model
     total = count(DeepSeekV4.spec(model))
     active = active_params(model, total)
-    return f"{total / 1e9:.2f}B parameters in all ({total:,}), {active / 1e9:.2f}B active per token"
+    return f"{short(total)} parameters in all ({total:,}), {short(active)} active per token"
 
 
-def verify(arguments: argparse.Namespace) -> int:
-    before_jax("tpu" if "hardware=tpu" in arguments.overrides else "cpu")
+def short(number: int) -> str:
+    """284.33B, 992.0K."""
+    for unit, name in ((10**9, "B"), (10**6, "M")):
+        if number >= unit:
+            return f"{number / unit:.2f}{name}"
+    return f"{number / 1000:.1f}K"
+
+
+def verify(folder: str, golden: str, overrides: Sequence[str]) -> int:
+    before_jax("cpu")
     from trainer.verify import verify
 
-    return verify(arguments.folder, arguments.golden, arguments.overrides, write)
+    return verify(folder, golden, overrides, write)
+
+
+OVERRIDES = "[key=value ...]"
+
+COMMANDS = {
+    "train": Command(
+        train,
+        ("CONFIG.yml",),
+        OVERRIDES,
+        "Train, or go on from the run's last checkpoint.",
+        (
+            "configs/cpu_smoke.yml",
+            "configs/cpu_smoke.yml num_cpu_devices=8 ici_expert_parallelism=4 ici_tensor_parallelism=2",
+        ),
+    ),
+    "config": Command(
+        config,
+        ("CONFIG.yml",),
+        OVERRIDES,
+        "Print the resolved config, each value with where it comes from, and the model's size.",
+        ("configs/cpu_smoke.yml steps=10", "configs/models/deepseek_v4_flash.yml"),
+    ),
+    "verify": Command(
+        verify,
+        ("FOLDER", "GOLDEN.npz"),
+        OVERRIDES,
+        "Compare the model of a Hugging Face folder with golden numbers of an independent implementation.",
+        ("tests/data/deepseek_v4_tiny tests/data/deepseek_v4_tiny/golden.npz",),
+    ),
+}
+
+EXIT_CODES = """exit codes:
+  0   done
+  1   failed; for verify: beyond the tolerance
+  2   the config or the input is wrong
+  75  stopped by SIGTERM or SIGINT, its checkpoint saved: the same command goes on
+"""
+
+
+def help_text(names: Sequence[str]) -> str:
+    """Of the commands named."""
+    lines = ["usage:", *(f"  {COMMANDS[name].usage(name)}\n      {COMMANDS[name].summary}" for name in names)]
+    lines += ["", "examples:"]
+    lines += [f"  python -m trainer {name} {example}" for name in names for example in COMMANDS[name].examples]
+    return "\n".join([*lines, "", EXIT_CODES.rstrip()])
+
+
+def dispatch(arguments: Sequence[str]) -> int:
+    if arguments and arguments[0] in HELP:
+        write(help_text(list(COMMANDS)))
+        return 0
+    if not arguments or arguments[0] not in COMMANDS:
+        near = nearest(arguments[0], COMMANDS) if arguments else None
+        raise ConfigError(
+            (f"there is no command {arguments[0]!r}" if arguments else "a command is missing")
+            + (f"; did you mean {near}?" if near else f"; the commands are {', '.join(COMMANDS)}")
+            + " (python -m trainer --help shows more)"
+        )
+    name, rest = arguments[0], list(arguments[1:])
+    command = COMMANDS[name]
+    if any(argument in HELP for argument in rest):
+        write(help_text([name]))
+        return 0
+    needed = rest[: len(command.needed)]
+    missing = command.needed[len(needed) :]
+    if missing:
+        raise ConfigError(f"{name} needs {' '.join(missing)}; usage: {command.usage(name)}")
+    return command.run(*needed, rest[len(needed) :])
 
 
 def write(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
-        prog="python -m trainer", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    overrides: dict[str, Any] = {"nargs": "*", "metavar": "key=value", "help": "values that win over the file's"}
-
-    def add(name: str, run: object, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(run=run)
-        return command
-
-    for name, run, text in (
-        ("train", train, "Train, or go on from the run's last checkpoint."),
-        ("config", config, "Print the resolved config, each value with where it comes from."),
-    ):
-        command = add(name, run, text)
-        command.add_argument("config", metavar="CONFIG.yml")
-        command.add_argument("overrides", **overrides)
-    command = add("verify", verify, "Compare the model with golden numbers of an independent implementation.")
-    command.add_argument("folder", metavar="FOLDER", help="Hugging Face folder: config.json and *.safetensors")
-    command.add_argument("golden", metavar="GOLDEN.npz")
-    command.add_argument("overrides", **overrides)
-    return root
-
-
 def fail(message: str, code: int) -> int:
     """One message on stderr, and where Kubernetes shows it."""
     sys.stderr.write(f"error: {message}\n")
     if os.path.exists(TERMINATION_LOG) and os.access(TERMINATION_LOG, os.W_OK):
-        with open(TERMINATION_LOG, "w") as log:
+        with open(TERMINATION_LOG, "w", encoding="utf-8") as log:
             log.write(message)
     return code
 
 
 def main(arguments: Sequence[str]) -> int:
-    parsed = parser().parse_args(arguments)
     try:
-        return parsed.run(parsed)
+        return dispatch(arguments)
     except ConfigError as error:
         return fail(str(error), 2)
     except RunError as error:

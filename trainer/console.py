@@ -12,28 +12,48 @@ GIB = 2**30
 
 
 class Output:
-    """Prints on one process of a run, and keeps silent on the others."""
+    """Prints on one process of a run, and keeps silent on the others. Knows how long each phase took."""
 
     def __init__(self, enabled: bool = True):
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=not enabled)
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.enabled = enabled
+        self.seconds: dict[str, float] = {}
 
     def line(self, text: str) -> None:
+        if self.enabled:
+            self.every(text)
+
+    def every(self, text: str) -> None:
+        """On every process."""
         self._console.print(text, markup=False)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A phase of the start: a running clock on a terminal, and a line when it is done."""
-        start = time.perf_counter()
-        if self._console.is_terminal:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-            with Progress(*columns, console=self._console, transient=True) as progress:
-                progress.add_task(name)
+        with self.timed(name):
+            if self._console.is_terminal and self.enabled:
+                columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+                with Progress(*columns, console=self._console, transient=True) as progress:
+                    progress.add_task(name)
+                    yield
+            else:
+                self.line(f"{name} ...")
                 yield
-        else:
-            self.line(f"{name} ...")
+        self.line(f"{name}: {self.seconds[name]:.1f} s")
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the time inside to `seconds[name]`."""
+        start = time.perf_counter()
+        try:
             yield
-        self.line(f"{name}: {time.perf_counter() - start:.1f} s")
+        finally:
+            before = self.seconds[name] if name in self.seconds else 0.0
+            self.seconds[name] = before + time.perf_counter() - start
 
 
 def gib(num_bytes: int | None) -> str:
-    return "n/a" if num_bytes is None else f"{num_bytes / GIB:.2f} GiB"
+    if num_bytes is None:
+        return "n/a"
+    value = num_bytes / GIB
+    return f"{value:.2f} GiB" if value >= 0.1 else f"{value:.2g} GiB"

@@ -1,22 +1,29 @@
 """What a training step has to compute, counted from the config: the model's own arithmetic, without recompute.
 
-A matmul of n rows and p weights is 2 n p FLOP. Its backward costs the same once for the input and once for the weight;
-the latter falls away where the weight is frozen. Attention has no weights: its backward is twice its forward.
+A matmul of n rows and p weights is 2 n p FLOP. Its backward costs the same twice, once for the input and once for the
+weight: 6 FLOP per weight and token in all (Kaplan et al. 2020, section 2.1; PaLM, appendix B, which also adds
+attention's own products, as here), and 4 where the weight is frozen (LoRA; the adapters' own products are left out).
+Attention has no weights: its backward is twice its forward. The indexer has no backward. Norms,
+softmax, the mixing of streams and other elementwise work are left out.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from trainer.models.config import ModelConfig
 
-# Dense bfloat16 FLOP/s of one device, by the name JAX gives it.
-# Source: the Cloud TPU documentation's page of each generation.
+# Dense bfloat16 FLOP/s of one device, by the name JAX gives it. Source: the Cloud TPU documentation's page of each
+# generation (docs.cloud.google.com/tpu/docs/v5e, v5p, v6e, tpu7x), per chip. A TPU7x chip is two devices.
 PEAK_FLOPS = {
     "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
     "TPU v5": 459e12,
+    "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
-    "TPU v7x": 2307e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 2307e12 / 2,
 }
 
 
@@ -29,7 +36,7 @@ class ForwardFlops:
     indexer: float  # projections and scores, which have no backward
 
     def of_training(self, frozen: bool) -> float:
-        """Forward and backward; with `frozen` weights (LoRA) none of theirs, and the adapters' own are left out."""
+        """Forward and backward, with every weight trained or all of them frozen."""
         return (2 if frozen else 3) * self.matmul + 3 * self.attention + self.indexer
 
 
@@ -47,17 +54,48 @@ def matmul_params(c: ModelConfig) -> int:
     return total
 
 
+def indexer_params(c: ModelConfig) -> int:
+    """Weights of one layer's indexer that a token is multiplied with."""
+    heads, width = c.indexer_n_heads, c.indexer_head_dim
+    return c.q_lora_rank * heads * width + c.emb_dim * heads + 4 * c.emb_dim * width
+
+
 def forward_flops(c: ModelConfig, length: int) -> ForwardFlops:
-    """One sequence of `length` tokens, one document."""
+    """One sequence of `length` tokens, one document.
+
+    A query sees the sliding window and, in compressed layers, the entries of every window that has ended; with an
+    indexer the best `indexer_topk` of them, all of which the indexer scores (SPEC sections 5 to 7).
+    """
     position = np.arange(1, length + 1)
     window = np.minimum(position, c.sliding_window_size)
     attention = indexer = 0.0
     for ratio in c.compress_ratios:
-        visible = position // ratio if ratio else np.zeros_like(position)
-        seen = np.minimum(visible, c.indexer_topk) if ratio == c.csa_compress_ratio else visible
+        entries = position // ratio if ratio else np.zeros_like(position)
+        seen = np.minimum(entries, c.indexer_topk) if ratio == c.csa_compress_ratio else entries
         attention += 4.0 * c.num_query_heads * c.head_dim * float(np.sum(window + seen))
         if ratio == c.csa_compress_ratio:
-            heads, width = c.indexer_n_heads, c.indexer_head_dim
-            weights = c.q_lora_rank * heads * width + c.emb_dim * heads + 4 * c.emb_dim * width
-            indexer += 2.0 * weights * length + 2.0 * heads * width * float(np.sum(visible))
+            scores = c.indexer_n_heads * c.indexer_head_dim * float(np.sum(entries))
+            indexer += 2.0 * (indexer_params(c) * length + scores)
     return ForwardFlops(2.0 * matmul_params(c) * length, attention, indexer)
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Model FLOP/s over the device's peak. None where the peak is not known, and where it would be above 1: then the
+    clock or the count is wrong, and `impossible` says so."""
+
+    mfu: float | None
+    impossible: bool
+
+    @classmethod
+    def of(cls, flops_per_s: float, device: Any) -> "Utilization":
+        if device.device_kind not in PEAK_FLOPS:
+            return cls(None, False)
+        share = flops_per_s / PEAK_FLOPS[device.device_kind]
+        return cls(None, True) if share > 1 else cls(share, False)
+
+    def __str__(self) -> str:
+        """For a line of the console; empty where nothing is known."""
+        if self.impossible:
+            return "above the device's peak: not a measurement"
+        return "" if self.mfu is None else f"MFU {self.mfu:.1%}"

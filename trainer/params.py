@@ -149,6 +149,11 @@ def count(spec: Tree) -> int:
     return sum(int(np.prod(p.shape)) for p in leaves if p.dtype is not jnp.int32)
 
 
+def trained(spec: Tree) -> int:
+    """Parameters that a gradient reaches."""
+    return count(map_spec(lambda p: p if p.trainable else None, spec))
+
+
 def gather_leaf(p: Param, x: jax.Array, dtype: Any) -> jax.Array:
     """A weight as arithmetic wants it: cast to `dtype` unless it is kept in its own, then whole along fsdp. Inside
     `shard_map`; casting first halves what the all-gather moves."""
