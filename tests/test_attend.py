@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+
 from reference import BFLOAT16, FLOAT32, attention, worst
 from sharded import mesh_of, on_mesh
-
 from trainer.ops import attend
 from trainer.ops.attend import Entries, attention_forms
 

@@ -19,7 +19,7 @@ from trainer.mesh import make_mesh
 from trainer.parallel import Degrees
 from trainer.step import TrainState
 
-RUN = {"global_batch": 4, "config": "abc"}
+RUN = {"global_batch": 4, "config_fingerprint": "abc"}
 
 
 @pytest.fixture
@@ -167,8 +167,13 @@ def test_a_save_that_fails_is_an_error_and_the_one_before_stays(opened, tmp_path
     assert_equal(again.restore(1, abstract(state_of(mesh_of(*ONE)))), state_of(mesh_of(*ONE)))
 
 
-@pytest.mark.parametrize("run, text", [({**RUN, "global_batch": 8}, "global_batch was 4 and is 8"),
-                                       ({**RUN, "config": "xyz"}, "config was abc and is xyz")])  # fmt: skip
+@pytest.mark.parametrize(
+    "run, text",
+    [
+        ({**RUN, "global_batch": 8}, "global_batch was 4 and is 8"),
+        ({**RUN, "config_fingerprint": "xyz"}, "config_fingerprint was abc and is xyz"),
+    ],
+)
 def test_another_run_is_refused(opened, run, text):
     save(opened(), state_of(mesh_of(*ONE)))
     with pytest.raises(ConfigError, match=text):

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+
 from reference import FLOAT32, pooled, worst
 from sharded import mesh_of, on_mesh
-
 from trainer.config import load
 from trainer.models.compression import Compressor, Indexer, compress, pool, select
 from trainer.models.rows import row_context, visible, windows

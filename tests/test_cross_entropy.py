@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+
 from reference import FLOAT32, worst
 from sharded import mesh_of, on_mesh
-
 from trainer.ops.cross_entropy import IGNORE, cross_entropy
 
 N, D, V = 24, 16, 40

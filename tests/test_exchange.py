@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from sharded import mesh_of, on_mesh
 
+from sharded import mesh_of, on_mesh
 from trainer.ops.exchange import (
     Exchange,
     collect,

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from sharded import mesh_of
 
+from sharded import mesh_of
 from trainer.config import from_values
 from trainer.errors import ConfigError
 from trainer.hf.config import model_values

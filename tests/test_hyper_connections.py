@@ -2,8 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import FLOAT32, sinkhorn, worst
 
+from reference import FLOAT32, sinkhorn, worst
 from trainer.config import load
 from trainer.models import hyper_connections as hc
 

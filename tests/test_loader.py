@@ -212,7 +212,7 @@ def test_describe_says_what_this_process_reads(open_loader):
     assert loader.describe(3) == [
         "text: 64 documents (0 empty ones skipped), 512 tokens an epoch, 0 dropped, in 64 rows of 8 "
         "with 0 places of padding (0.00%)",
-        "step 3 loads 8 rows and trains on 8; process 0 of 1 reads 8: rows 24-31, columns 0-7",
+        "step 4 loads 8 rows and trains on 8; process 0 of 1 reads 8: rows 24-31, columns 0-7",
     ]
 
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from reference import FLOAT32, worst
 from steps import MESHES, config_of, run_steps, start
-
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.models.config import ADAPTER_LETTERS

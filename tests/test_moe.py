@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+
 from reference import FLOAT32, expert, route, routed, worst
 from sharded import mesh_of, on_mesh
-
 from trainer.config import load
 from trainer.models import moe as moe_module
 from trainer.models.moe import MoE, MoEOptions, Routing, moe, root_softplus

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharded import mesh_of
 
+from sharded import mesh_of
 from trainer.config import load
 from trainer.models.deepseek_v4 import DeepSeekV4, active_params
 from trainer.params import (

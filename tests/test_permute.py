@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import FLOAT32, worst
 
+from reference import FLOAT32, worst
 from trainer.ops import permute
 from trainer.ops.permute import PERMUTE, sort_by_expert
 

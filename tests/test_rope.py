@@ -3,8 +3,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import FLOAT32, worst
 
+from reference import FLOAT32, worst
 from trainer.config import load
 from trainer.models.rope import frequencies, rotate, rotation
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+
 from sharded import mesh_of, on_mesh
 from test_params import TINY
-
 from trainer.models.deepseek_v4 import DeepSeekV4
 from trainer.params import named_leaves
 from trainer.sharding import Layout, gather_fsdp, gather_length, scatter_length, varying_like

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
+
 from reference import worst
 from steps import MESHES, config_of, losses, random_batch, run_steps, start
-
 from trainer.params import named_leaves
 from trainer.step import forward_sums
 

@@ -166,6 +166,9 @@ def main(arguments: Sequence[str]) -> int:
         return fail(str(error), 2)
     except RunError as error:
         return fail(str(error), 1)
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does; Python would complain at exit too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -85,9 +85,10 @@ class Checkpoints:
         differ = [f"{key} was {saved.get(key)} and is {now}" for key, now in self._run.items() if saved.get(key) != now]
         if differ:
             raise ConfigError(
-                f"{self._folder / str(step)} belongs to another run: {'; '.join(differ)}. A mesh or "
+                f"{self._folder / str(step)} belongs to another run: {'; '.join(differ)}. The mesh and "
                 "per_device_batch_size can change where the global batch stays the same, so that the data goes on "
-                "where it stopped; set run_name=NEW for a new run"
+                "where it stopped; model, seed and type of the optimizer (the fingerprint's) can't. Set run_name=NEW "
+                "for a new run"
             )
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:

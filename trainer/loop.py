@@ -79,7 +79,7 @@ def open_checkpoints(
         return None
     leaves = jax.tree.leaves(abstract_state(program, optimizer_of(program, config)))
     folder.check_space(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
-    run = {"global_batch": shape.global_batch, "config": fingerprint(config)}
+    run = {"global_batch": shape.global_batch, "config_fingerprint": fingerprint(config)}
     return Checkpoints(folder.checkpoints, config, run)
 
 

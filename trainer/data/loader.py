@@ -120,12 +120,12 @@ class Loader:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def describe(self, step: int) -> list[str]:
-        """Two lines for the log: what the data is, and which rows this process reads for `step`."""
+        """Two lines for the log, which counts steps from 1: the data, and the rows this process reads for `step`."""
         mine = [step * self._rows_per_step + row for row in rows_needed(self._indices, self.shape)]
         columns = sorted({column for _, _, some in self._blocks for column in some})
         return [
             self._stream.describe(),
-            f"step {step} loads {self._rows_per_step} rows and trains on {self._rows_per_step}; process "
+            f"step {step + 1} loads {self._rows_per_step} rows and trains on {self._rows_per_step}; process "
             f"{jax.process_index()} of {jax.process_count()} reads {len(mine)}: rows {_spans(mine)}, "
             f"columns {_spans(columns)}",
         ]
