@@ -31,10 +31,11 @@ def test_every_mesh_trains_alike(alone, mesh):
     for ours, theirs in zip(metrics, alone[1], strict=True):
         for name in ("loss", "grad_norm", "num_targets", "moe_load_max_over_mean"):
             assert ours[name] == pytest.approx(theirs[name], rel=SAME), name
-    # A wrong factor in one gradient hides behind Adam's scale in the losses.
+    # A wrong factor in one gradient hides behind Adam's scale in the losses. Some gradients are the small rest of
+    # large sums, so the bound is loose: a device too many is off by 1.
     assert moments.keys() == alone[0].keys() and moments
     for name, leaf in moments.items():
-        assert worst(leaf, alone[0][name]) < 1e-3, name
+        assert worst(leaf, alone[0][name]) < 1e-2, name
 
 
 @pytest.mark.parametrize(

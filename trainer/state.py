@@ -102,8 +102,12 @@ def batch_sharding(program: Program) -> NamedSharding:
     return NamedSharding(program.mesh, program.layout.pspec(None, "batch", "length"))
 
 
-def lower_step(program: Program, config: Config, shape: BatchShape) -> jax.stages.Lowered:
-    """The training step, traced and lowered for the program's mesh: what `train` runs and what the dry run measures."""
+def trace_step(program: Program, config: Config, shape: BatchShape) -> jax.stages.Traced:
+    """The training step, traced for the program's mesh: what `train` runs and what the dry run measures."""
     optimizer = optimizer_of(program, config)
     step = jax.jit(make_step(program, config, optimizer), donate_argnums=0)
-    return step.lower(abstract_state(program, optimizer), abstract_frozen(program), abstract_batch(program, shape))
+    return step.trace(abstract_state(program, optimizer), abstract_frozen(program), abstract_batch(program, shape))
+
+
+def lower_step(program: Program, config: Config, shape: BatchShape) -> jax.stages.Lowered:
+    return trace_step(program, config, shape).lower()
