@@ -44,6 +44,20 @@ def train(path: str, overrides: Sequence[str]) -> int:
         return train(config, folder, stop)
 
 
+def compile(path: str, arguments: Sequence[str]) -> int:
+    vs = None
+    rest = list(arguments)
+    if "--vs" in rest:
+        at = rest.index("--vs")
+        if at + 1 == len(rest):
+            raise ConfigError('--vs needs what to change in the second variant, as in --vs "moe_permute=repeat"')
+        vs = rest.pop(at + 1)
+        del rest[at]
+    from trainer.dryrun.command import run
+
+    return run(path, rest, vs)
+
+
 def config(path: str, overrides: Sequence[str]) -> int:
     resolved = load(path, overrides)
     validate(resolved.config)
@@ -91,6 +105,16 @@ COMMANDS = {
             "configs/cpu_smoke.yml num_cpu_devices=8 ici_expert_parallelism=4 ici_tensor_parallelism=2",
         ),
     ),
+    "compile": Command(
+        compile,
+        ("CONFIG.yml",),
+        '[key=value ...] [report=FILE.json] [--vs "key=value ..."]',
+        "Compile the step for devices that are not here, and say what each of them would hold.",
+        (
+            "configs/cpu_smoke.yml compile_topology=cpu",
+            'configs/v6e128_flash_lora_seq16384.yml report=report.json --vs "moe_permute=repeat"',
+        ),
+    ),
     "config": Command(
         config,
         ("CONFIG.yml",),
@@ -111,6 +135,7 @@ EXIT_CODES = """exit codes:
   0   done
   1   failed; for verify: beyond the tolerance
   2   the config or the input is wrong
+  3   compile: the step does not fit
   75  stopped by SIGTERM or SIGINT, its checkpoint saved: the same command goes on
 """
 
