@@ -60,7 +60,7 @@ def test_only_adapters_are_optimized_and_kept_in_float32(alone):
 
 @pytest.mark.parametrize("mesh", ["tensor 4", "all"])
 def test_every_mesh_trains_alike(alone, mesh):
-    more = ["moe_expert_axes=[expert]", "moe_capacity_factor=0.5"] if mesh == "all" else []
+    more = ["moe_expert_axes=[expert]", "moe_capacity_factor=0.5", "weight_axes=[fsdp,expert]"] if mesh == "all" else []
     metrics = run_steps(start(config_of(*EVERYTHING, *MESHES[mesh], *more)), 3)[0]
     for name in ("loss", "grad_norm"):
         assert [float(m[name]) for m in metrics] == pytest.approx([float(m[name]) for m in alone[2]], rel=3e-4)

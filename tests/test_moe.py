@@ -70,11 +70,11 @@ BATCH = P(BATCH_AXES, TENSOR)
 def on_given_routes(mesh, o):
     """The layer with routes as arguments: (x, experts, combine) -> value, gradients of (x, combine, gate_up, down),
     dropped, rounds. Compiled once for all routes."""
-    layout = Layout.for_experts(o.expert_axes)
+    layout = Layout.of(o.expert_axes)
 
     def local(p, x, experts, combine):
         batch, length, _ = x.shape
-        p = gather(spec(), p, jnp.float32)
+        p = gather(spec(), p, jnp.float32, layout)
         routing = Routing(experts.reshape(-1, K), combine.reshape(-1, K), jnp.ones((batch * length, E)))
         original = moe_module.RoutedMoE.route
         moe_module.RoutedMoE.route = lambda *_: routing
@@ -210,11 +210,11 @@ def test_scores_keep_a_finite_gradient_where_softplus_underflows():
 
 
 def whole_layer(mesh, o, hashed=False, x=None, valid=None):
-    layout = Layout.for_experts(o.expert_axes)
+    layout = Layout.of(o.expert_axes)
     ones = np.ones((B, S), bool) if valid is None else valid
 
     def local(p, x, tokens, valid):
-        y, stats = moe(gather(spec(hashed), p, jnp.float32), x, tokens, valid, C, o)
+        y, stats = moe(gather(spec(hashed), p, jnp.float32, layout), x, tokens, valid, C, o)
         sums = lax.psum((stats.load, stats.balance, (~stats.finite).astype(jnp.int32)), mesh.axis_names)
         return y, sums
 

@@ -44,7 +44,7 @@ def test_flash_has_the_published_number_of_parameters():
 def test_values_depend_on_no_mesh():
     whole = values(SPEC)
     assert equal(whole, values(SPEC, fsdp=2, expert=2, tensor=2))
-    assert equal(whole, values(SPEC, Layout.for_experts(["expert"]), expert=2, tensor=4))
+    assert equal(whole, values(SPEC, Layout.of(["expert"]), expert=2, tensor=4))
     assert not equal(whole, values(SPEC, seed=1))
 
 

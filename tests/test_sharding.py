@@ -11,7 +11,7 @@ from sharded import mesh_of, on_mesh
 from test_params import TINY
 from trainer.models.deepseek_v4 import DeepSeekV4
 from trainer.params import named_leaves
-from trainer.sharding import Layout, gather_fsdp, gather_length, scatter_length, varying_like
+from trainer.sharding import Layout, gather_length, gather_weight, scatter_length, varying_like
 
 
 def test_every_dim_of_the_model_is_in_the_table_and_every_entry_is_used():
@@ -21,9 +21,11 @@ def test_every_dim_of_the_model_is_in_the_table_and_every_entry_is_used():
 
 def test_pspec_gives_the_axes_of_dims():
     assert Layout().pspec("batch", "length") == P(("data", "fsdp", "expert"), "tensor")
-    assert Layout().pspec("experts", "embed", None, "expert_mlp") == P(("expert", "tensor"), "fsdp", None, None)
-    assert Layout.for_experts(["expert"]).pspec("experts", "embed", None, "expert_mlp") == P(
-        ("expert",), "fsdp", None, "tensor"
+    assert Layout().pspec("experts", "expert_embed", None, "expert_mlp") == P(
+        ("expert", "tensor"), ("fsdp",), None, None
+    )
+    assert Layout.of(["expert"]).pspec("experts", "expert_embed", None, "expert_mlp") == P(
+        ("expert",), ("fsdp",), None, "tensor"
     )
     with pytest.raises(AttributeError, match="lenght"):
         Layout().pspec("lenght")
@@ -45,7 +47,7 @@ def test_gathers_and_scatters_are_each_others_backward():
 
     def local(x, w):
         whole, pull = jax.vjp(gather_length, x)
-        w_whole, pull_w = jax.vjp(lambda w: gather_fsdp(w, ("embed", "heads")), w)
+        w_whole, pull_w = jax.vjp(lambda w: gather_weight(w, ("embed", "heads"), Layout()), w)
         return whole, pull(whole)[0], scatter_length(whole), w_whole, pull_w(varying_like(w_whole, w))[0]
 
     split, rows = P(None, "tensor"), P("fsdp")

@@ -44,7 +44,7 @@ def test_every_mesh_trains_alike(alone, mesh):
         ["remat_policy=none"],
         ["remat_policy=minimal"],
         ["moe_permute=repeat", "moe_expert_axes=[expert]", *MESHES["all"]],
-        ["moe_capacity_factor=0.4", *MESHES["expert 4"]],
+        ["moe_capacity_factor=0.4", "weight_axes=[fsdp,expert]", *MESHES["expert 4"]],
         ["attention=chunked", "loss_chunk_tokens=48"],
         ["gradient_accumulation_steps=2", "per_device_batch_size=0.5", *MESHES["all"]],
         ["dcn_data_parallelism=2", "ici_tensor_parallelism=2"],

@@ -89,6 +89,11 @@ class Config:
         "Mesh axes the experts are spread over: [expert, tensor], or [expert] with each expert's width over tensor.",
         ["expert", "tensor"],
     )
+    weight_axes: list[Literal["fsdp", "expert"]] = documented(
+        "Mesh axes that weights other than the experts' are kept in parts over, to be gathered layer by layer: [fsdp], "
+        "or [fsdp, expert], which takes less memory and more communication.",
+        ["fsdp"],
+    )
     loss_chunk_tokens: int = documented("Tokens whose float32 logits exist at one time.", 1_024)
 
     # LoRA.

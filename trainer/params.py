@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from trainer.sharding import Layout, gather_fsdp
+from trainer.sharding import Layout, gather_weight
 
 Tree = Any
 Rows = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]  # generator, (rows, columns) -> values
@@ -154,15 +154,15 @@ def trained(spec: Tree) -> int:
     return count(map_spec(lambda p: p if p.trainable else None, spec))
 
 
-def gather_leaf(p: Param, x: jax.Array, dtype: Any) -> jax.Array:
-    """A weight as arithmetic wants it: cast to `dtype` unless it is kept in its own, then whole along fsdp. Inside
-    `shard_map`; casting first halves what the all-gather moves."""
-    return gather_fsdp(x.astype(dtype) if p.dtype is None else x, p.dims)
+def gather_leaf(p: Param, x: jax.Array, dtype: Any, layout: Layout) -> jax.Array:
+    """A weight as arithmetic wants it: cast to `dtype` unless it is kept in its own, then whole along what it is kept
+    in parts over. Inside `shard_map`; casting first halves what the all-gather moves."""
+    return gather_weight(x.astype(dtype) if p.dtype is None else x, p.dims, layout)
 
 
-def gather(spec: Tree, params: Tree, dtype: Any) -> Tree:
+def gather(spec: Tree, params: Tree, dtype: Any, layout: Layout) -> Tree:
     """`gather_leaf` over a tree, such as one layer's weights."""
-    return map_spec(lambda p, x: gather_leaf(p, x, dtype), spec, params)
+    return map_spec(lambda p, x: gather_leaf(p, x, dtype, layout), spec, params)
 
 
 def split_trainable(spec: Tree, params: Tree) -> tuple[Tree, Tree]:

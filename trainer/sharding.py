@@ -21,14 +21,16 @@ Axes = str | tuple[str, ...] | None
 class Layout:
     """Logical dim name -> mesh axes. Weights and activations use different names on purpose.
 
-    Weights are cut twice: `embed` and `rank` dims over fsdp, to be gathered just before use, and `heads`, `mlp`,
-    `vocab` and `experts` for good, because the work on them is split the same way.
+    Weights are cut twice: `embed`, `rank` and `expert_embed` dims over fsdp (the first two over expert as well, if
+    asked), to be gathered just before use, and `heads`, `mlp`, `vocab` and `experts` for good, because the work on them
+    is split the same way.
     """
 
     batch: Axes = BATCH_AXES
     length: Axes = TENSOR
-    embed: Axes = FSDP
-    rank: Axes = FSDP
+    embed: tuple[str, ...] = (FSDP,)
+    rank: tuple[str, ...] = (FSDP,)
+    expert_embed: tuple[str, ...] = (FSDP,)  # of weights whose experts are split over expert already
     heads: Axes = TENSOR
     mlp: Axes = TENSOR
     vocab: Axes = TENSOR
@@ -37,10 +39,11 @@ class Layout:
     expert_mlp: Axes = None
 
     @classmethod
-    def for_experts(cls, expert_axes: Sequence[str]) -> "Layout":
-        """Experts over (expert, tensor), or over expert alone with each expert's width over tensor."""
-        spread = TENSOR in expert_axes
-        return cls(experts=tuple(expert_axes), expert_mlp=None if spread else TENSOR)
+    def of(cls, expert_axes: Sequence[str], weight_axes: Sequence[str] = (FSDP,)) -> "Layout":
+        """Experts over (expert, tensor), or over expert alone with each expert's width over tensor. Other weights are
+        kept in parts over `weight_axes`: (fsdp), or (fsdp, expert)."""
+        spread, kept = TENSOR in expert_axes, tuple(weight_axes)
+        return cls(experts=tuple(expert_axes), expert_mlp=None if spread else TENSOR, embed=kept, rank=kept)
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
@@ -51,11 +54,13 @@ class Layout:
         return P(*(None if d is None else getattr(self, d) for d in dims))
 
 
-def gather_fsdp(x: jax.Array, dims: Sequence[str | None]) -> jax.Array:
-    """A weight's shard with its `embed`/`rank` dim made whole: one all-gather over fsdp (backward: reduce-scatter)."""
+def gather_weight(x: jax.Array, dims: Sequence[str | None], layout: Layout) -> jax.Array:
+    """A weight's shard with the dim made whole that it is only kept in parts along: one all-gather (backward:
+    reduce-scatter)."""
+    kept = {"embed": layout.embed, "rank": layout.rank, "expert_embed": layout.expert_embed}
     for axis, dim in enumerate(dims):
-        if dim in ("embed", "rank"):
-            x = lax.all_gather(x, FSDP, axis=axis, tiled=True)
+        if dim in kept:
+            x = lax.all_gather(x, kept[dim], axis=axis, tiled=True)
     return x
 
 

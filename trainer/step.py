@@ -83,7 +83,7 @@ class Program:
 
 def build_program(config: Config, mesh: Mesh) -> Program:
     """Turn the config's names into functions and shapes, once."""
-    layout = Layout.for_experts(config.moe_expert_axes)
+    layout = Layout.of(config.moe_expert_axes, config.weight_axes)
     moe_options = MoEOptions(
         permute=PERMUTE[config.moe_permute],
         expert_axes=layout.expert_axes,
@@ -96,6 +96,7 @@ def build_program(config: Config, mesh: Mesh) -> Program:
     lora = lora_of(config)
     options = Options(
         dtype=DTYPES[config.dtype],
+        layout=layout,
         attend=attention_forms(interpret=platform(mesh) != "tpu")[config.attention],
         moe=moe_options,
         remat=REMAT[config.remat_policy],
@@ -129,7 +130,7 @@ def forward_sums(program: Program) -> Callable[[DeepSeekV4, Batch], Sums]:
     def local(params: DeepSeekV4, batch: Batch) -> Sums:
         h, stats, _ = decode(params, batch, program.model, o)
         with jax.named_scope("loss"):
-            head = gather_leaf(program.spec.head, params.head, program.weight_dtype)
+            head = gather_leaf(program.spec.head, params.head, program.weight_dtype, o.layout)
             h, targets = h.reshape(-1, h.shape[-1]), batch.targets.reshape(-1)
             loss = cross_entropy(h, head, targets, o.loss_chunk_tokens)
         s = stacked_stats(stats)

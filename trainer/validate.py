@@ -125,6 +125,9 @@ def validate(config: Config, num_devices: int | None = None) -> None:
     if config.moe_expert_axes not in (["expert", "tensor"], ["expert"]):
         axes = ", ".join(config.moe_expert_axes)
         raise ConfigError(f"moe_expert_axes=[{axes}] is not possible; it must be [expert, tensor] or [expert]")
+    if config.weight_axes not in (["fsdp"], ["fsdp", "expert"]):
+        axes = ", ".join(config.weight_axes)
+        raise ConfigError(f"weight_axes=[{axes}] is not possible; it must be [fsdp] or [fsdp, expert]")
     _check_lora(config)
     check_flags(config.libtpu_init_args, f"libtpu_init_args={config.libtpu_init_args!r}")
     if config.compile_topology != CPU:
@@ -244,8 +247,11 @@ def _check_shapes(config: Config, degrees: Degrees, devices: int) -> None:
     )
     divides({"model.vocab_size": model.vocab_size}, tensor, "the vocabulary splits over tensor")
     divides({"model.emb_dim": model.emb_dim}, fsdp | tensor, "the embedding's width splits over fsdp and tensor")
-    divides({"model.q_lora_rank": model.q_lora_rank}, fsdp, "the query's rank splits over fsdp")
-    divides({"model.o_lora_rank": model.o_lora_rank}, fsdp, "the output projection's rank splits over fsdp")
+    kept = {AXIS_KEYS[axis]: getattr(degrees, axis) for axis in config.weight_axes}
+    over = " and ".join(config.weight_axes)
+    divides({"model.q_lora_rank": model.q_lora_rank}, kept, f"the query's rank splits over {over}")
+    divides({"model.o_lora_rank": model.o_lora_rank}, kept, f"the output projection's rank splits over {over}")
+    divides({"model.emb_dim": model.emb_dim}, kept, f"weights split along the embedding's width over {over}")
     divides(
         {"model.moe_mlp_dim": model.moe_mlp_dim, "model.shared_experts": model.shared_experts},
         tensor,

@@ -21,7 +21,7 @@ from trainer.models.normalization import rms_norm
 from trainer.models.rows import RowContext, row_context
 from trainer.ops.attend import Attend
 from trainer.params import constant, gather, gather_leaf, param, stack
-from trainer.sharding import TENSOR, gather_length
+from trainer.sharding import TENSOR, Layout, gather_length
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Options:
     """How the model runs; chosen once, when the step is built."""
 
     dtype: Any
+    layout: Layout
     attend: Attend
     moe: MoEOptions
     remat: Callable[[Callable], Callable]
@@ -190,7 +191,7 @@ def decode(
 
                 def run(layer: Layer, x: jax.Array, spec: Layer = spec) -> tuple[jax.Array, MoEStats]:
                     # Gathered inside what is rematerialised, so that whole weights are never stored.
-                    return decoder_layer(gather(spec, layer, o.dtype), x, batch, rows, c, o)
+                    return decoder_layer(gather(spec, layer, o.dtype, o.layout), x, batch, rows, c, o)
 
                 x, stat = o.remat(run)(layer, x)
                 outs.append((stat, x if keep_streams else None))
@@ -201,12 +202,12 @@ def decode(
             for stat, stream in jax.tree.map(lambda a, r=repeat: a[r], outs):
                 stats.append(stat)
                 streams.append(stream)
-    head = gather(HyperHead.spec(c), p.head_connection, o.dtype)
+    head = gather(HyperHead.spec(c), p.head_connection, o.dtype, o.layout)
     h = rms_norm(collapse(head, x, c), p.norm, c.normalization_layer_epsilon)
     return h, stats, streams
 
 
 def logits(spec: Any, p: DeepSeekV4, h: jax.Array, o: Options) -> jax.Array:
     """Final hidden [B, S / tensor, D] -> logits of every token over this device's vocabulary [B, S, V / tensor]."""
-    head = gather_leaf(spec.head, p.head, o.dtype)
+    head = gather_leaf(spec.head, p.head, o.dtype, o.layout)
     return jnp.einsum("bsd,dv->bsv", gather_length(h), head, preferred_element_type=jnp.float32)

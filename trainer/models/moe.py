@@ -128,8 +128,8 @@ class RoutedMoE(struct.PyTreeNode):
             tid2eid=param((c.vocab_size, k), (None, None), distinct_ids(e), dtype=jnp.int32, **fixed)
             if hashed
             else None,
-            gate_up=param((e, d, 2, f), ("experts", "embed", None, "expert_mlp")),
-            down=param((e, f, d), ("experts", "expert_mlp", "embed")),
+            gate_up=param((e, d, 2, f), ("experts", "expert_embed", None, "expert_mlp")),
+            down=param((e, f, d), ("experts", "expert_mlp", "expert_embed")),
         )
 
     def route(self, x: jax.Array, tokens: jax.Array, c: ModelConfig) -> Routing:

@@ -62,9 +62,10 @@ def dot_product(
     return softmax_masked(q, kv, mask, sinks)
 
 
-def in_chunks(attend: AttendMasked, num_queries: int) -> Attend:
+def in_chunks(attend: AttendMasked, num_queries: int, *, halves: bool) -> Attend:
     """Attention chunk by chunk of queries, each over a band of window keys and the entries some query of its part of
-    the row can see. What it holds beside inputs and outputs does not grow with the length."""
+    the row can see; with `halves` the first half of a long row is not scored against the second's entries. What it
+    holds beside inputs and outputs does not grow with the length."""
 
     def whole_row(
         q: jax.Array, kv: jax.Array, entries: Entries | None, sinks: jax.Array, segment_ids: jax.Array, window: int
@@ -89,7 +90,7 @@ def in_chunks(attend: AttendMasked, num_queries: int) -> Attend:
             return attend(q, keys, mask, sinks)
 
         out = []
-        for first, last in _parts(num, 0 if entries is None else entries.kv.shape[1]):
+        for first, last in _parts(num, entries.kv.shape[1] if halves and entries is not None else 0):
             of_part = jax.tree.map(lambda x, f=first, t=last: x[f:t], chunks)
             visible, seen = None, None
             if entries is not None:
@@ -135,6 +136,7 @@ def attention_forms(interpret: bool) -> dict[str, Attend]:
     """By name; `interpret` runs the TPU kernel in Pallas' interpreter, where there is no TPU."""
     return {
         "dot_product": dot_product,
-        "chunked": in_chunks(softmax_masked, CHUNK_QUERIES),
-        "dynamic_splash": in_chunks(splash(interpret), SPLASH_QUERIES),
+        "chunked": in_chunks(softmax_masked, CHUNK_QUERIES, halves=True),
+        # The kernel skips blocks that nobody sees by itself.
+        "dynamic_splash": in_chunks(splash(interpret), SPLASH_QUERIES, halves=False),
     }
