@@ -14,6 +14,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all
          "collective-broadcast")  # fmt: skip
 
 _EXPLICIT = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")  # newer XLA: a mesh, and its axes
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
@@ -66,6 +67,14 @@ def _groups(line: Instruction, num_devices: int) -> np.ndarray:
         shape, whole = ([int(n) for n in text.split(",")] for text in iota.groups()[:2])
         order = [int(n) for n in iota[3].split(",")] if iota[3] else list(range(len(whole)))
         return np.arange(math.prod(whole)).reshape(whole).transpose(order).reshape(shape)
+    named = _NAMED.search(line.rest)
+    if named:
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", named[1])}
+        inside = re.findall(r"'([^']*)'", named[2])
+        order = [axis for axis in sizes if axis not in inside] + inside
+        whole = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+        whole = whole.transpose([list(sizes).index(axis) for axis in order])
+        return whole.reshape(-1, math.prod(sizes[axis] for axis in inside))
     explicit = _EXPLICIT.search(line.rest)
     if explicit:
         return np.array([[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", explicit[1])])

@@ -63,7 +63,9 @@ def queue_lengths(sizes: jax.Array) -> jax.Array:
 
 def rounds_needed(sizes: jax.Array, e: Exchange) -> jax.Array:
     """Rounds until every queue of the mesh is empty, equal on all devices: [] int32."""
-    return lax.pmax(-(-jnp.max(queue_lengths(sizes)) // e.capacity), AXES)
+    longest = jnp.max(queue_lengths(sizes))
+    differs = tuple(axis for axis in AXES if axis in jax.typeof(longest).manual_axis_type.varying)
+    return -(-lax.pmax(longest, differs) // e.capacity)
 
 
 def plan_round(sizes: jax.Array, number: jax.Array | int, e: Exchange) -> ExchangePlan:
