@@ -42,7 +42,9 @@ StackFrames
   %i = s32[]{:T(128)} get-tuple-element(%s), index=0
   %x = bf16[6,100]{1,0:T(8,128)(2,1)} get-tuple-element(%s), index=1
   %big = f32[64,256]{1,0:T(8,128)} fusion(%x), calls=%fused, metadata={op_name="transpose(f)/experts" stack_frame_id=2}
-  %fast = f32[64,256]{1,0:T(8,128)S(1)} fusion(%big), kind=kLoop, calls=%fused
+  %fast = f32[64,256]{1,0:T(8,128)S(1)} fusion(%big), frontend_attributes={kernel_metadata={
+"block": 512
+}}, kind=kLoop, calls=%fused
   %sum = bf16[6,100]{1,0:T(8,128)(2,1)} all-reduce(%x), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%fused
   %y = bf16[6,100]{1,0:T(8,128)(2,1)} fusion(%sum, %fast), kind=kLoop, calls=%fused
   %one = s32[]{:T(128)} constant(1)

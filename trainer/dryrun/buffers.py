@@ -98,9 +98,10 @@ class _Walk:
         values: dict[str, list[Buffer]] = {}
         for line in lines:
             values[line.name] = self._result(line, values)
-        root = next(line for line in lines if line.is_root)
-        for buffer in values[root.name]:
-            buffer.num_bytes = 0
+        for line in lines:
+            if line.is_root:
+                for buffer in values[line.name]:
+                    buffer.num_bytes = 0
         return values
 
     def _result(self, line: Instruction, values: dict[str, list[Buffer]]) -> list[Buffer]:
@@ -131,17 +132,20 @@ class _Walk:
             return IN_PLACE[line.opcode]
         if line.opcode != "fusion":
             return None
-        inside = self._program.computations[line.called["calls"][0]]
-        root = next(x for x in inside if x.is_root)
-        while root.opcode == "bitcast":
-            root = next(x for x in inside if x.name == root.operands[0])
-        if root.opcode != "dynamic-update-slice":
+        inside = {x.name: x for name in line.called.get("calls", []) for x in self._program.computations.get(name, [])}
+        root = _through_bitcasts(next((x for x in inside.values() if x.is_root), None), inside)
+        if root is None or root.opcode != "dynamic-update-slice":
             return None
-        target = next((x for x in inside if x.name == root.operands[0]), root)
-        while target.opcode == "bitcast":
-            target = next(x for x in inside if x.name == target.operands[0])
-        return int(target.operands[0]) if target.opcode == "parameter" else None
+        target = _through_bitcasts(inside.get(root.operands[0]), inside)
+        return int(target.operands[0]) if target is not None and target.opcode == "parameter" else None
 
     def _new(self, line: Instruction, index: int) -> Buffer:
         array = leaves(line.shape)[index]
         return Buffer(str(array), array.num_bytes if array.space == HBM else 0, self._program.source(line))
+
+
+def _through_bitcasts(line: Instruction | None, inside: dict[str, Instruction]) -> Instruction | None:
+    """The instruction that a chain of bitcasts starts from; None where the text does not say."""
+    while line is not None and line.opcode == "bitcast":
+        line = inside.get(line.operands[0])
+    return line

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 DTYPE_BITS = {
@@ -164,10 +164,12 @@ def parse(text: str) -> Program:
     program, current, section = Program(), None, ""
     for line in text.splitlines():
         if current is not None:
-            if line.startswith("}"):
+            if line == "}":
                 current = None
             elif (instruction := _instruction(line)) is not None:
                 current.append(instruction)
+            elif current:  # attributes of a kernel may go on over several lines
+                current[-1] = replace(current[-1], rest=current[-1].rest + line)
         elif line.endswith("{") and "->" in line and (head := _COMPUTATION.match(line)):
             entry, name = head.groups()
             current = program.computations[name] = []
