@@ -80,6 +80,43 @@ def pooled(values, gates, bias, ratio, overlap):
     return np.array(out).reshape(-1, width)
 
 
+def rms(x):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+
+def turned(x, positions, frequencies, back=False):
+    """x [S, ..., C]: the last channels, pair by pair, as complex numbers turned by position times frequency."""
+    out = np.array(x, np.float64)
+    first = out.shape[-1] - 2 * len(frequencies)
+    for s, i in np.ndindex(len(out), len(frequencies)):
+        at = first + 2 * i
+        angle = float(positions[s]) * float(frequencies[i])
+        pair = (out[s, ..., at] + 1j * out[s, ..., at + 1]) * np.exp(-1j * angle if back else 1j * angle)
+        out[s, ..., at], out[s, ..., at + 1] = pair.real, pair.imag
+    return out
+
+
+def entries(p, x, ratio, overlap, frequencies):
+    """Compressed keys of one document [S, D] -> [S // ratio, C], each turned as its window's first token."""
+    x = np.asarray(x, np.float64)
+    kept = rms(pooled(x @ p.wkv, x @ p.wgate, p.position_bias, ratio, overlap)) * p.norm
+    return turned(kept, np.arange(len(kept)) * ratio, frequencies)
+
+
+def chosen(p, x, q_low, ratio, k, frequencies):
+    """The indexer on one document: which entries each token keeps, [S, S // ratio]; the first of equals."""
+    keys = entries(p.compressor, x, ratio, True, frequencies)
+    queries = turned(np.einsum("sq,qhc->shc", np.asarray(q_low, np.float64), p.wq_b), np.arange(len(x)), frequencies)
+    heads = np.asarray(x, np.float64) @ p.weights_proj / np.sqrt(p.weights_proj.shape[-1])
+    kept = np.zeros((len(x), len(keys)), bool)
+    for t in range(len(x)):
+        scores = np.maximum(queries[t] @ keys.T, 0) / np.sqrt(keys.shape[-1])
+        score = heads[t] @ scores
+        best = sorted(range((t + 1) // ratio), key=lambda w, score=score: (-score[w], w))
+        kept[t, best[:k]] = True
+    return kept
+
+
 def sinkhorn(logits, rounds, epsilon):
     """One matrix: row softmax plus epsilon, columns, then `rounds - 1` times rows and columns."""
     m = np.exp(logits - logits.max(-1, keepdims=True))

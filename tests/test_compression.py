@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from reference import FLOAT32, pooled, worst
+from reference import FLOAT32, chosen, entries, pooled, worst
 from sharded import mesh_of, on_mesh
 from trainer.config import load
 from trainer.models.compression import Compressor, Indexer, compress, pool, select
+from trainer.models.rope import frequencies
 from trainer.models.rows import row_context, visible, windows
 from trainer.params import initialize
 from trainer.sharding import BATCH_AXES, TENSOR, Layout
 
-C = load("configs/models/deepseek_v4_tiny.yml", []).config.model
+C = load("configs/models/deepseek_v4_tiny.yml", ["model.indexer_topk=3"]).config.model  # fewer than a document has
 LENGTHS = (1, 3, 4, 5, 15, 16, 17, 33)  # of documents, in one row of 96 with two places of padding
 S = 96
 
@@ -62,9 +63,11 @@ def test_a_query_sees_whole_windows_of_its_past(ratio):
     assert not seen[sum(LENGTHS) :].any()
 
 
-def on(mesh, local, spec, *data):
-    params = initialize(spec, Layout(), mesh_of(), jnp.float32, 0)
-    params = jax.tree.map(lambda x: np.asarray(x) * 20, params)
+def weights(spec):
+    return jax.tree.map(lambda x: np.asarray(x) * 20, initialize(spec, Layout(), mesh_of(), jnp.float32, 0))
+
+
+def on(mesh, local, params, *data):
     rows = P(BATCH_AXES, TENSOR)
     whole = on_mesh(mesh, local, (jax.tree.map(lambda _: P(), params), *[rows] * len(data)), rows)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
@@ -80,34 +83,56 @@ def batch():
 
 
 @pytest.mark.parametrize("ratio", [4, 16])
-def test_entries_are_the_same_on_a_split_row(ratio):
+def test_entries_of_a_whole_or_split_row_are_those_of_each_document_alone(ratio):
     x, _, segments, positions = batch()
 
     def local(p, x, segments, positions):
         rows = row_context(segments, positions, C)
-        entries = compress(p, x, rows.windows[ratio], rows.compressed, C)
-        share = entries.shape[1] // jax.lax.axis_size(TENSOR)
-        return jax.lax.dynamic_slice_in_dim(entries, jax.lax.axis_index(TENSOR) * share, share, axis=1)
+        every = compress(p, x, rows.windows[ratio], rows.compressed, C)
+        share = every.shape[1] // jax.lax.axis_size(TENSOR)
+        return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(TENSOR) * share, share, axis=1)
 
-    spec = Compressor.spec(C, ratio, C.head_dim)
-    whole, split = (on(mesh_of(tensor=t), local, spec, x, segments, positions) for t in (1, 2))
-    assert worst(split, whole) < FLOAT32
+    p = weights(Compressor.spec(C, ratio, C.head_dim))
+    turn = frequencies(C, compressed=True)
+    alone = np.concatenate([entries(p, x[0, d], ratio, ratio == 4, turn) for d in documents()])
+    for tensor in (1, 2):
+        ours = on(mesh_of(tensor=tensor), local, p, x, segments, positions)
+        assert worst(ours[0, : len(alone)], alone) < FLOAT32
 
 
-def test_the_indexer_chooses_the_same_packed_alone_and_split():
+def selected(p, tensor=1):
     x, q_low, segments, positions = batch()
 
     def local(p, x, q_low, segments, positions):
         return select(p, x, q_low, row_context(segments, positions, C), C)
 
-    spec = Indexer.spec(C)
-    whole, split = (on(mesh_of(tensor=t), local, spec, x, q_low, segments, positions) for t in (1, 2))
-    np.testing.assert_array_equal(whole, split)
-    document = documents()[-1]
-    length = 32
-    alone = on(mesh_of(), local, spec, x[:, document][:, :length], q_low[:, document][:, :length],
-               np.ones((1, length), np.int32), np.arange(length, dtype=np.int32)[None])  # fmt: skip
-    first = sum(n // 4 for n in LENGTHS[:-1])
-    mine = whole[0, document][:length, first : first + length // 4]
-    np.testing.assert_array_equal(mine, alone[0])
-    assert whole.sum(-1).max() == min(C.indexer_topk, 33 // 4)
+    return on(mesh_of(tensor=tensor), local, p, x, q_low, segments, positions)[0]
+
+
+def each_alone(p):
+    """[S, T]: every document's own choice, at its own places of the row."""
+    x, q_low, *_ = batch()
+    kept, first = np.zeros((S, S // 4), bool), 0
+    for d in documents():
+        own = chosen(p, x[0, d], q_low[0, d], 4, C.indexer_topk, frequencies(C, compressed=True))
+        kept[d, first : first + own.shape[1]] = own
+        first += own.shape[1]
+    return kept
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_indexer_chooses_on_a_whole_or_split_row_as_for_each_document_alone(tensor):
+    p = weights(Indexer.spec(C))
+    expected = each_alone(p)
+    np.testing.assert_array_equal(selected(p, tensor), expected)
+    assert expected.sum(-1).max() == C.indexer_topk < LENGTHS[-1] // 4
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_of_equal_scores_the_first_entries_are_kept(tensor):
+    p = weights(Indexer.spec(C))
+    p = p.replace(weights_proj=np.zeros_like(p.weights_proj))
+    kept = selected(p, tensor)
+    np.testing.assert_array_equal(kept, each_alone(p))
+    last = sum(n // 4 for n in LENGTHS[:-1])
+    np.testing.assert_array_equal(np.flatnonzero(kept[sum(LENGTHS) - 1]), last + np.arange(C.indexer_topk))
