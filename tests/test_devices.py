@@ -4,13 +4,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from runs import tiny_config
-from trainer.devices import COORDINATOR, NUM_PROCESSES, PROCESS_ID, Process, describe, find_devices, this_process
+from trainer.devices import (
+    COORDINATOR,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    Process,
+    before_jax,
+    describe,
+    find_devices,
+    this_process,
+)
 from trainer.errors import ConfigError
+from trainer.libtpu import VARIABLE
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,6 +77,33 @@ def test_other_hardware_is_never_taken_in_its_place(hardware, tmp_path):
             find_devices(tiny_config(tmp_path, hardware=hardware), lambda text: None)
     finally:
         jax.config.update("jax_platforms", before)
+
+
+def test_libtpu_gets_the_flags_that_the_dry_run_compiles_with(monkeypatch):
+    flags = "--xla_tpu_scoped_vmem_limit_kib=98304"
+    for name in (VARIABLE, "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
+    before_jax("cpu", flags)
+    assert VARIABLE not in os.environ
+    before_jax("tpu", flags)
+    assert (os.environ[VARIABLE], os.environ["JAX_PLATFORMS"]) == (flags, "tpu")
+    before_jax("tpu")
+    assert os.environ[VARIABLE] == flags
+    with pytest.raises(ConfigError, match="differ; leave one of them empty"):
+        before_jax("tpu", "--xla_tpu_other=1")
+
+
+def test_chips_of_another_kind_than_planned_are_refused(tmp_path, monkeypatch):
+    found = [SimpleNamespace(platform="tpu", device_kind="TPU v5")] * 4
+    monkeypatch.setattr(jax, "devices", lambda: found)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    planned = {"hardware": "tpu", "compile_topology": "v6e-4"}
+    with pytest.raises(
+        ConfigError, match=r"compile_topology=v6e-4 is made of v6e chips, and JAX finds 4 tpu \(TPU v5\)"
+    ):
+        find_devices(tiny_config(tmp_path, **planned), lambda text: None)
+    found[:] = [SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")] * 4
+    assert find_devices(tiny_config(tmp_path, **planned), lambda text: None) == found
 
 
 def test_devices_are_described_by_kind():

@@ -365,6 +365,21 @@ def test_resumed_on_another_mesh_goes_on_with_the_same_data(uninterrupted, inter
     out = capsys.readouterr().out
     assert "changed since the last start: ici_expert_parallelism: 1 -> 2" in out
     assert "mesh: data 1 x fsdp 1 x expert 2 x tensor 1 on 2 cpu (cpu) devices" in out
+    assert "placement: cpu: no torus" in out
+
+
+def test_the_mesh_is_laid_as_the_config_asks(tmp_path, monkeypatch):
+    asked = []
+
+    def make_mesh(*_, split_physical_axes):
+        asked.append(split_physical_axes)
+        raise ConfigError("no further")
+
+    monkeypatch.setattr(loop, "make_mesh", make_mesh)
+    for split in (False, True):
+        with pytest.raises(ConfigError, match="no further"):
+            train(tiny_config(tmp_path, allow_split_physical_axes=split))
+    assert asked == [False, True]
 
 
 def test_another_global_batch_is_refused(interrupted):

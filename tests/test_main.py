@@ -130,12 +130,26 @@ def test_config_shows_origins_and_the_size_of_the_model(capsys):
     assert yaml.safe_load(out)["model"]["num_experts"] == 256
 
 
+def test_train_hands_the_configs_flags_to_libtpu_before_anything_is_written(tmp_path, monkeypatch):
+    given = []
+
+    def before_jax(*arguments):
+        given.append(arguments)
+        raise ConfigError("no further")
+
+    monkeypatch.setattr(cli, "before_jax", before_jax)
+    config = str(ROOT / "configs" / "v6e128_flash_lora_seq16384.yml")
+    assert cli.main(["train", config, f"base_output_directory={tmp_path}/new"]) == 2
+    assert given == [("tpu", "--xla_tpu_scoped_vmem_limit_kib=98304")]
+    assert not (tmp_path / "new").exists()
+
+
 def test_config_touches_no_device():
     """With a platform that does not exist, any use of a device raises."""
     code = """
 import sys
 from trainer import __main__ as cli
-cli.before_jax = lambda hardware: None
+cli.before_jax = lambda *_: None
 sys.exit(cli.main(["config", "configs/cpu_smoke.yml"]))
 """
     environ = os.environ | {"JAX_PLATFORMS": "none"}

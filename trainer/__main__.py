@@ -33,12 +33,12 @@ def train(path: str, overrides: Sequence[str]) -> int:
     config = load(path, overrides).config
     validate(config)
     validate_run(config)
+    before_jax(config.hardware, config.libtpu_init_args)
     from trainer.run_folder import open_run
     from trainer.signals import StopSignal
 
     folder = open_run(config)
     with StopSignal() as stop:
-        before_jax(config.hardware)
         from trainer.loop import train
 
         return train(config, folder, stop)

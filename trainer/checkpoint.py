@@ -17,6 +17,9 @@ from trainer.step import TrainState
 
 STATE, RUN = "state", "run"
 
+# What orbax and tensorstore raise for files they cannot write or read. Anything else is a fault in code, and shows.
+FILE_FAULTS = (OSError, ValueError, KeyError)
+
 
 class Checkpoints:
     """The checkpoints of one run, by the number of steps done."""
@@ -54,7 +57,7 @@ class Checkpoints:
         try:
             with jax.transfer_guard("allow"):
                 self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        except Exception as error:
+        except FILE_FAULTS as error:
             raise self._failed(error) from error
         self._written = self._waiter.submit(self._manager.wait_until_finished)
 
@@ -68,7 +71,7 @@ class Checkpoints:
         self._written = None
         try:
             self._manager.wait_until_finished()
-        except Exception as error:
+        except FILE_FAULTS as error:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> RunError:
@@ -80,7 +83,7 @@ class Checkpoints:
         """Raises ConfigError where the checkpoint was saved by a run that this one cannot go on with."""
         try:
             saved = self._manager.restore(step, args=ocp.args.Composite(**{RUN: ocp.args.JsonRestore()}))[RUN]
-        except Exception as error:
+        except FILE_FAULTS as error:
             raise self._unreadable(step, error) from error
         differ = [f"{key} was {saved.get(key)} and is {now}" for key, now in self._run.items() if saved.get(key) != now]
         if differ:
@@ -98,13 +101,13 @@ class Checkpoints:
         """
         try:
             stored = _arrays(self._manager.item_metadata(step)[STATE].tree)
-        except Exception as error:
+        except FILE_FAULTS as error:
             raise self._unreadable(step, error) from error
         self._refuse_other_arrays(step, stored, _arrays(abstract))
         try:
             args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(abstract)})
             return self._manager.restore(step, args=args)[STATE]
-        except Exception as error:
+        except FILE_FAULTS as error:
             raise self._unreadable(step, error) from error
 
     def _refuse_other_arrays(self, step: int, stored: dict[str, str], wanted: dict[str, str]) -> None:

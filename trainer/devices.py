@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from trainer.config import Config
 from trainer.errors import ConfigError
+from trainer.libtpu import VARIABLE, init_args
+from trainer.parallel import planned_slice
 
 # Set by `launch local`, and by hand; TPU pods and GKE tell JAX by themselves.
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "TRAINER_COORDINATOR", "TRAINER_NUM_PROCESSES", "TRAINER_PROCESS_ID"
@@ -25,11 +27,16 @@ class Process(NamedTuple):
     count: int
 
 
-def before_jax(hardware: str) -> None:
-    """What JAX reads when it is imported."""
+def before_jax(hardware: str, libtpu_init_args: str = "") -> None:
+    """What JAX and libtpu read from the environment as they are loaded. The flags are the dry run's; ConfigError where
+    the environment has others."""
     os.environ["JAX_PLATFORMS"] = PLATFORMS[hardware]
     if hardware != "tpu":
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # where libtpu is installed, it looks for a TPU even so
+        return
+    flags = init_args(libtpu_init_args, os.environ)
+    if flags:
+        os.environ[VARIABLE] = flags
 
 
 def this_process(environ: Mapping[str, str]) -> Process:
@@ -75,6 +82,12 @@ def find_devices(config: Config, say: Callable[[str], None]) -> list[Any]:
         raise ConfigError(
             f"hardware={config.hardware}, and JAX finds {describe(found)} here{reason}; set hardware to what is here, "
             "such as hardware=cpu"
+        )
+    planned = planned_slice(config)
+    if planned is not None and found[0].device_kind not in planned.chip.kinds:
+        raise ConfigError(
+            f"compile_topology={config.compile_topology} is made of {planned.chip.name} chips, and JAX finds "
+            f"{describe(found)} here; name what the run is on, or leave compile_topology empty"
         )
     return found
 

@@ -13,18 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainer.models.config import ModelConfig
-
-# Dense bfloat16 FLOP/s of one device, by the name JAX gives it. Source: the Cloud TPU documentation's page of each
-# generation (docs.cloud.google.com/tpu/docs/v5e, v5p, v6e, tpu7x), per chip. A TPU7x chip is two devices.
-PEAK_FLOPS = {
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 2307e12 / 2,
-}
+from trainer.topology import chip_of
 
 
 @dataclass(frozen=True)
@@ -89,9 +78,10 @@ class Utilization:
 
     @classmethod
     def of(cls, flops_per_s: float, device: Any) -> "Utilization":
-        if device.device_kind not in PEAK_FLOPS:
+        chip = chip_of(device.device_kind)
+        if chip is None:
             return cls(None, False)
-        share = flops_per_s / PEAK_FLOPS[device.device_kind]
+        share = flops_per_s / (chip.bf16_flops_per_s / chip.devices)
         return cls(None, True) if share > 1 else cls(share, False)
 
     def __str__(self) -> str:

@@ -1,5 +1,6 @@
 """A training run, from a config to its last checkpoint."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ from trainer.console import Output
 from trainer.data.loader import Loader, open_stream
 from trainer.devices import describe, find_devices
 from trainer.errors import RunError
+from trainer.libtpu import VARIABLE
 from trainer.memory import program_memory
-from trainer.mesh import make_mesh
+from trainer.mesh import make_mesh, placement
 from trainer.models.deepseek_v4 import Batch
 from trainer.parallel import BatchShape, batch_shape, resolve_degrees
 from trainer.params import count, trained
@@ -45,10 +47,16 @@ def train(config: Config, folder: RunFolder, stop: StopSignal) -> int:
     validate(config, len(devices))
     out.enabled = jax.process_index() == 0
     degrees = resolve_degrees(config, len(devices))
-    shape, mesh = batch_shape(config, degrees), make_mesh(degrees, devices)
+    shape = batch_shape(config, degrees)
+    mesh = make_mesh(degrees, devices, split_physical_axes=config.allow_split_physical_axes)
     out.line(f"run folder: {folder.path.absolute()}")
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     out.line(f"mesh: {axes} on {describe(devices)} devices of {jax.process_count()} processes, jax {jax.__version__}")
+    out.line(f"placement: {placement(mesh)}")
+    if config.hardware == "tpu":
+        out.line(f"{VARIABLE}: {os.environ[VARIABLE] if VARIABLE in os.environ else 'none'}")
+    elif config.attention == "dynamic_splash":
+        out.line("attention=dynamic_splash is a TPU kernel: here Pallas interprets it, slowly")
     out.line(f"batch: {shape}")
     with jax.set_mesh(mesh):
         program = build_program(config, mesh)

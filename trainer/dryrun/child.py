@@ -21,6 +21,7 @@ from trainer.dryrun.changes import Step, changes
 from trainer.dryrun.memory import ArgumentBytes, argument_bytes
 from trainer.dryrun.process import CONFIG_FILE, RESULT_FILE, STAGE_FILE
 from trainer.dryrun.target import cache_folder, cached_programs, overflow_message, target_devices, versions
+from trainer.memory import program_memory
 from trainer.mesh import make_mesh, placement
 from trainer.parallel import BatchShape, Degrees, batch_shape, resolve_degrees
 from trainer.state import trace_step
@@ -76,19 +77,18 @@ def dry_run(config: Config, stage: Stage) -> dict[str, Any]:
 def fits(program: Program, compiled: Any) -> dict[str, Any]:
     device = program.mesh.devices.flat[0]
     probe = read_overflow(overflow_message(device)) if device.platform == "tpu" else None
-    memory = compiled.memory_analysis()
-    sizes = {
-        "argument_bytes": memory.argument_size_in_bytes,
-        "output_bytes": memory.output_size_in_bytes,
-        "donated_bytes": memory.alias_size_in_bytes,  # outputs in the place of arguments
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "code_bytes": memory.generated_code_size_in_bytes,
-    }
+    memory = program_memory(compiled)
+    if memory is None:
+        raise RuntimeError(f"the compiler for {device.platform} does not say what its programs need")
     return {
         "fits": True,
         "limit_bytes": None if probe is None else probe.limit_bytes,
-        "peak_bytes": sum(sizes.values()) - 2 * sizes["donated_bytes"],
-        **sizes,
+        "peak_bytes": memory.total,
+        "argument_bytes": memory.arguments,
+        "output_bytes": memory.outputs,
+        "donated_bytes": memory.donated,  # outputs in the place of arguments
+        "temporary_bytes": memory.temporaries,
+        "code_bytes": memory.code,
         "changes": [],
         "message": "",
     }
