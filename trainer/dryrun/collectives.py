@@ -28,25 +28,25 @@ class Collectives:
     num_bytes: int  # one device sends, per step
 
 
-def executions(program: Program) -> Iterator[tuple[Instruction, int, bool]]:
-    """(instruction, how often a step runs it, whether that is known) of all that is no part of a fusion."""
-    todo = [(program.entry, 1, True)]
-    while todo:
-        name, times, known = todo.pop()
+def executions(program: Program) -> Iterator[tuple[Instruction, int]]:
+    """(instruction, how often a step runs it) of all that is no part of a fusion. Loops of unknown length turn once."""
+    waiting = [(program.entry, 1)]
+    while waiting:
+        name, times = waiting.pop()
         for line in program.computations[name]:
-            yield line, times, known
+            yield line, times
             if line.opcode == "fusion":
                 continue
             called = [n for names in line.called.values() for n in names if n in program.computations]
             trips = program.trip_count(line) if line.opcode == "while" else 1
             if line.opcode in ("while", "call", "conditional", "call-start", "async-start"):
-                todo += [(n, times * (1 if trips is None else trips), known and trips is not None) for n in called]
+                waiting += [(n, times * (1 if trips is None else trips)) for n in called]
 
 
 def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collectives]:
     """Most bytes first. `mesh`: axis names and sizes, in the order that numbers the devices of the program."""
     found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for line, times, _ in executions(program):
+    for line, times in executions(program):
         kind = line.opcode.removesuffix("-start")
         if kind not in KINDS:
             continue

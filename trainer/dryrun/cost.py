@@ -26,21 +26,19 @@ class Flops:
     total: float
     by_scope: dict[str, float]
     recompute: float  # of the total: done again in the backward
-    backward: float
 
 
 def flops_of(jaxpr: Any) -> Flops:
     """`jaxpr`: of the traced step (`jax.stages.Traced.jaxpr.jaxpr`); its `shard_map` holds one device's shapes."""
     by_scope: dict[str, float] = defaultdict(float)
-    recompute = backward = 0.0
+    recompute = 0.0
     for name_stack, flops in _products(jaxpr, 1, ""):
         text = scope_of(name_stack.replace("(", "/").replace(")", "/"))
         words = text.split()
         by_scope[next((scope for scope in SCOPES if scope in words), "other")] += flops
         recompute += flops if "rematted_computation" in name_stack else 0
-        backward += flops if "transpose" in name_stack and "rematted_computation" not in name_stack else 0
     largest_first = dict(sorted(by_scope.items(), key=lambda item: -item[1]))
-    return Flops(sum(by_scope.values()), largest_first, recompute, backward)
+    return Flops(sum(by_scope.values()), largest_first, recompute)
 
 
 def _products(jaxpr: Any, times: int, above: str) -> Iterator[tuple[str, float]]:
@@ -75,7 +73,7 @@ def _ragged(rows: tuple[int, ...], weights: tuple[int, ...], out: tuple[int, ...
 
 
 def _inner(eqn: Any) -> list[Any]:
-    """The jaxprs in an equation; of a conditional's branches the largest is meant, and there is none here."""
+    """The jaxprs in an equation; of one with a derivative of its own, what it computes."""
     found = []
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -91,7 +89,7 @@ def hbm_bytes(program: Program) -> float:
     of a result written in place only the part that is new. Loops of unknown length turn once."""
     sizes: dict[str, int] = {}
     total = 0.0
-    for line, times, _ in executions(program):
+    for line, times in executions(program):
         size = sum(array.num_bytes for array in leaves(line.shape) if array.space == HBM)
         sizes[line.name] = size
         if line.opcode in NOTHING_MOVES:
