@@ -35,6 +35,13 @@ StackFrames
 
 %fused (p: bf16[8,128]) -> bf16[8,128] {
   ROOT %p = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+}, execution_thread="sparsecore"
+
+%all-reduce-scatter.1 (q: bf16[12,100]) -> bf16[6,100] {
+  %q = bf16[12,100]{1,0:T(8,128)(2,1)} parameter(0)
+  %whole = bf16[12,100]{1,0:T(8,128)(2,1)} all-reduce(%q), replica_groups={{0,1},{2,3}}, to_apply=%fused
+  %here = s32[]{:T(128)} constant(0)
+  ROOT %cut = bf16[6,100]{1,0:T(8,128)(2,1)} dynamic-slice(%whole, %here, %here), dynamic_slice_sizes={6,100}
 }
 
 %body (s: (s32[], bf16[6,100])) -> (s32[], bf16[6,100]) {
@@ -67,7 +74,7 @@ ENTRY %main (a: bf16[6,100]) -> bf16[6,100] {
   %loop = (s32[]{:T(128)}, bf16[6,100]{1,0:T(8,128)(2,1)}) while(%init), condition=%condition, body=%body
   %result = bf16[6,100]{1,0:T(8,128)(2,1)} get-tuple-element(%loop), index=1
   %gathered = bf16[12,100]{1,0:T(8,128)(2,1)} all-gather(%result), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}
-  ROOT %end = bf16[6,100]{1,0:T(8,128)(2,1)} fusion(%gathered), kind=kLoop, calls=%fused
+  ROOT %end = bf16[6,100]{1,0:T(8,128)(2,1)} fusion(%gathered), kind=kCustom, calls=%all-reduce-scatter.1
 }
 """
 
@@ -106,6 +113,7 @@ def test_collectives_are_counted_with_their_loops_and_named_by_axes():
     assert rows == {
         ("all-reduce", "tensor"): (5, 5 * padded),
         ("all-gather", "expert"): (1, 16 * 128 * 2 // 2),
+        ("reduce-scatter", "tensor"): (1, 16 * 128 * 2 // 2),
     }
 
 

@@ -41,9 +41,10 @@ def test_no_other_module_decides_where_a_dim_lies():
                 assert not node.args, f"{path}:{node.lineno}"
 
 
-def test_gathers_and_scatters_are_each_others_backward():
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_gathers_and_scatters_are_each_others_backward(num_rows):
     mesh = mesh_of(fsdp=2, tensor=4)
-    x = np.random.default_rng(0).standard_normal((2, 8, 3)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((num_rows, 8, 3)).astype(np.float32)
 
     def local(x, w):
         whole, pull = jax.vjp(gather_length, x)

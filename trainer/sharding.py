@@ -65,12 +65,20 @@ def gather_weight(x: jax.Array, dims: Sequence[str | None], layout: Layout) -> j
 
 
 def gather_length(x: jax.Array) -> jax.Array:
-    """[B, S / tensor, ...] -> [B, S, ...]: one all-gather over tensor (backward: reduce-scatter)."""
+    """[B, S / tensor, ...] -> [B, S, ...]: one all-gather over tensor (backward: reduce-scatter).
+
+    A single row loses its dim on the way, here and below: XLA for TPU turns the reduce-scatter of a [1, S, D] into
+    an all-reduce and a slice, and does not where it has no dim of 1.
+    """
+    if x.shape[0] == 1:
+        return lax.all_gather(x[0], TENSOR, axis=0, tiled=True)[None]
     return lax.all_gather(x, TENSOR, axis=1, tiled=True)
 
 
 def scatter_length(x: jax.Array) -> jax.Array:
     """Partial sums [B, S, ...] -> summed [B, S / tensor, ...]: one reduce-scatter over tensor."""
+    if x.shape[0] == 1:
+        return lax.psum_scatter(x[0], TENSOR, scatter_dimension=0, tiled=True)[None]
     return lax.psum_scatter(x, TENSOR, scatter_dimension=1, tiled=True)
 
 

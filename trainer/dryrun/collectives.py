@@ -48,6 +48,8 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collectives]:
     found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for line, times in executions(program):
         kind = line.opcode.removesuffix("-start")
+        if kind == "fusion" and (summed := _summed_and_cut(line, program)):
+            line, kind = summed, "reduce-scatter"
         if kind not in KINDS:
             continue
         groups = _groups(line, math.prod(mesh.values()))
@@ -58,6 +60,15 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collectives]:
         total[1] += times * _sent(kind, line, groups.shape[1])
     rows = [Collectives(kind, axes, count, num_bytes) for (kind, axes), (count, num_bytes) in found.items()]
     return sorted(rows, key=lambda row: -row.num_bytes)
+
+
+def _summed_and_cut(fusion: Instruction, program: Program) -> Instruction | None:
+    """The all-reduce inside a fusion that is a reduce-scatter: XLA for TPU writes it as an all-reduce and a slice."""
+    for name in fusion.called["calls"] if "all-reduce-scatter" in fusion.rest else ():
+        for line in program.computations[name]:
+            if line.opcode == "all-reduce":
+                return line
+    return None
 
 
 def _groups(line: Instruction, num_devices: int) -> np.ndarray:
@@ -100,6 +111,6 @@ def _sent(kind: str, line: Instruction, members: int) -> int:
     others = (members - 1) / members
     if kind == "all-reduce":
         return round(2 * others * whole)
-    if kind == "reduce-scatter":
+    if line.opcode == "reduce-scatter":  # its own shape is that of the part
         return round((members - 1) * whole)
     return whole if kind == "collective-permute" else round(others * whole)

@@ -164,7 +164,7 @@ def parse(text: str) -> Program:
     program, current, section = Program(), None, ""
     for line in text.splitlines():
         if current is not None:
-            if line == "}":
+            if line == "}" or line.startswith("}, execution_thread="):
                 current = None
             elif (instruction := _instruction(line)) is not None:
                 current.append(instruction)
