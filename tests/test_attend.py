@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from reference import BFLOAT16, FLOAT32, attention, worst
 from sharded import mesh_of, on_mesh
 from trainer.ops import attend
-from trainer.ops.attend import Entries, attention_forms
+from trainer.ops.attend import Entries, Keys, attention_forms
 
 B, S, H, C, WINDOW, RATIO = 2, 152, 4, 16, 20, 4
 T = S // RATIO
@@ -24,8 +24,9 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(attend, "HALVED_ENTRIES", 30)
 
 
-def form(name):
-    return attention_forms(interpret=True)[name]
+def attention_of(name, q, kv, entries, sinks, segments):
+    keys = Keys(kv, entries, sinks, segments, WINDOW)
+    return attention_forms(interpret=True)[name](lambda q, attend: attend(q), q, keys)
 
 
 def case():
@@ -44,7 +45,7 @@ def value_and_gradients(name, dtype=jnp.float32, with_entries=True, mesh=None):
 
     def local(q, kv, entries, seen, sinks, segments, weight):
         e = Entries(entries, seen) if with_entries else None
-        out = form(name)(q, kv, e, sinks, segments, WINDOW)
+        out = attention_of(name, q, kv, e, sinks, segments)
         return lax.psum(jnp.sum(out.astype(jnp.float32) * weight), ("expert", "tensor")), out
 
     heads, rows = P("expert", None, "tensor"), P("expert")
@@ -91,7 +92,7 @@ def test_the_window_ends_where_it_should_and_documents_are_apart(name):
     queries = (30, 61, 100, 130)
 
     def of_query(kv, s):
-        return jnp.sum(form(name)(q, kv, None, sinks, segments, WINDOW)[0, s] ** 2)
+        return jnp.sum(attention_of(name, q, kv, None, sinks, segments)[0, s] ** 2)
 
     def local(kv):
         return jnp.stack([jax.grad(of_query)(kv, s)[0] for s in queries])

@@ -4,15 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from reference import FLOAT32, attention, chosen, entries, rms, turned, worst
 from sharded import mesh_of, on_mesh
 from trainer.config import load
 from trainer.models.attention import Attention
 from trainer.models.attention import attention as layer
+from trainer.models.config import ADAPTER_LETTERS
+from trainer.models.lora import Adapted
 from trainer.models.rope import frequencies
 from trainer.models.rows import row_context
-from trainer.ops.attend import dot_product
+from trainer.ops import attend
+from trainer.ops.attend import attention_forms, dot_product
 from trainer.params import initialize, pspecs
 from trainer.sharding import Layout
 
@@ -56,10 +60,41 @@ def test_a_layer_is_the_plain_one(ratio, tensor):
     p, mesh = weights(ratio), mesh_of(tensor=tensor)
 
     def local(p, x, segments, positions):
-        return layer(p, x, row_context(segments, positions, C), dot_product, C)
+        return layer(p, x, row_context(segments, positions, C), dot_product, C, lambda part: part)
 
     rows = Layout().pspec("batch", "length")
     run = on_mesh(mesh, local, (pspecs(Attention.spec(C, ratio), Layout()), rows, rows, rows), rows)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         ours = jax.jit(run)(p, x, np.ones((1, S), np.int32), np.arange(S, dtype=np.int32)[None])
     assert worst(ours[0], plain(p, x[0], ratio)) < FLOAT32
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_chunks_of_a_row_drop_what_they_like(monkeypatch, dropout):
+    """Far from its start, a row of equal tokens has equal outputs: with dropout, chunks must not share one draw."""
+    monkeypatch.setattr(attend, "CHUNK_QUERIES", 16)
+    rng, rank = np.random.default_rng(2), 3
+    per_group = C.num_query_heads // C.o_groups
+    p = weights(0)
+    p = p.replace(
+        wo_a=Adapted(
+            base=p.wo_a,
+            a=rng.standard_normal((per_group, C.head_dim, rank)).astype(np.float32),
+            b=rng.standard_normal((C.o_groups, rank, C.o_lora_rank)).astype(np.float32),
+            seed=np.array([7], np.int32) if dropout else None,
+            letters=ADAPTER_LETTERS["attention/wo_a"][1:],
+            scale=1.0,
+            dropout=dropout,
+        )
+    )
+
+    def local(p, x, segments, positions):
+        form = attention_forms(interpret=True)["chunked"]
+        return layer(p, x, row_context(segments, positions, C), form, C, lambda part: part)
+
+    x = np.broadcast_to(rng.standard_normal(C.emb_dim).astype(np.float32), (1, S, C.emb_dim))
+    rows = Layout().pspec("batch", "length")
+    run = on_mesh(mesh_of(), local, (jax.tree.map(lambda _: P(), p), rows, rows, rows), rows)
+    with jax.set_mesh(mesh_of()), jax.default_matmul_precision("highest"):
+        y = jax.jit(run)(p, x, np.ones((1, S), np.int32), np.arange(S, dtype=np.int32)[None])[0]
+    assert (worst(y[20:32], y[36:48]) < 1e-4) == (dropout == 0)

@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from trainer.config import Config
 from trainer.mesh import platform
+from trainer.models.attention import LOW_OUTPUT
 from trainer.models.config import ModelConfig
-from trainer.models.deepseek_v4 import Batch, DeepSeekV4, Options, decode, layer_kinds, segments
+from trainer.models.deepseek_v4 import Batch, DeepSeekV4, Options, Remat, decode, layer_kinds, segments
 from trainer.models.lora import LoRA, at_step
 from trainer.models.moe import MoEOptions, MoEStats
 from trainer.ops.attend import attention_forms
@@ -30,12 +31,22 @@ from trainer.sharding import AXES, Layout
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
-REMAT: dict[str, Callable[[Callable], Callable]] = {
-    "none": lambda layer: layer,
-    "minimal": lambda layer: jax.checkpoint(
-        layer, prevent_cse=False, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+REMAT = {
+    "none": Remat(layer=lambda layer: layer, attention=lambda part: part),
+    "minimal": Remat(
+        layer=lambda layer: jax.checkpoint(
+            layer, prevent_cse=False, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        ),
+        attention=lambda part: part,
     ),
-    "full": lambda layer: jax.checkpoint(layer, prevent_cse=False),
+    # Attention has the layer's largest arrays: they are made again only once the experts' backward is done with its
+    # own, which the barriers of the inner checkpoint see to. Keeping its low-rank output spares a third forward of it.
+    "full": Remat(
+        layer=lambda layer: jax.checkpoint(
+            layer, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(LOW_OUTPUT)
+        ),
+        attention=jax.checkpoint,
+    ),
 }
 
 

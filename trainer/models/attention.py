@@ -1,19 +1,24 @@
 """The attention sub-layer: low-rank queries, one shared key-value head, compressed entries, grouped output."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from trainer.models.compression import Compressor, Indexer, compress, select
 from trainer.models.config import ModelConfig
-from trainer.models.lora import Adapted, drop, project
+from trainer.models.lora import Adapted, at_step, drop, for_loop, in_loop, project
 from trainer.models.normalization import rms_norm
-from trainer.models.rope import rotate
+from trainer.models.rope import Rotation, rotate
 from trainer.models.rows import RowContext, visible
-from trainer.ops.attend import Attend, Entries
+from trainer.ops.attend import Attend, AttendSome, Entries, Keys
 from trainer.params import constant, param
 from trainer.sharding import TENSOR, gather_length, scatter_length
+
+LOW_OUTPUT = "attention_low_output"
 
 
 class Attention(struct.PyTreeNode):
@@ -47,22 +52,43 @@ class Attention(struct.PyTreeNode):
         )
 
 
-def attention(p: Attention, x: jax.Array, rows: RowContext, attend: Attend, c: ModelConfig) -> jax.Array:
+def attention(
+    p: Attention, x: jax.Array, rows: RowContext, attend: Attend, c: ModelConfig, remat: Callable[[Callable], Callable]
+) -> jax.Array:
     """Normed input [B, S / tensor, D] -> [B, S / tensor, D].
 
     Each device projects its own tokens down, attends with its own heads over the whole row, and the output
-    projection's partial sums are reduce-scattered back to tokens.
+    projection's partial sums are reduce-scattered back to tokens. `remat` goes around all but that last projection,
+    whose input carries the name LOW_OUTPUT for policies of rematerialisation.
+    """
+    low = remat(lambda p, x, rows: low_output(p, x, rows, attend, c))(p, x, rows)
+    return scatter_length(project("bsi,id->bsd", checkpoint_name(low, LOW_OUTPUT), p.wo_b))
+
+
+def low_output(p: Attention, x: jax.Array, rows: RowContext, attend: Attend, c: ModelConfig) -> jax.Array:
+    """Normed input [B, S / tensor, D] -> this device's groups of the grouped projection, [B, S, G O / tensor].
+
+    Queries and what they attend to are made and used inside `attend`'s chunks.
     """
     turn = rows.plain if p.compressor is None else rows.compressed
     epsilon = c.normalization_layer_epsilon
     q_low = rms_norm(project("bsd,dq->bsq", x, p.wq_a), p.q_norm, epsilon)
-    kv = gather_length(rms_norm(project("bsd,dc->bsc", x, p.wkv), p.kv_norm, epsilon))
-    kv = rotate(kv, turn)
+    kv = rotate(gather_length(rms_norm(project("bsd,dc->bsc", x, p.wkv), p.kv_norm, epsilon)), turn)
     entries = None if p.compressor is None else compressed_entries(p, p.compressor, x, q_low, rows, c)
-    q = project("bsq,qhc->bshc", gather_length(q_low), p.wq_b)
-    q = rotate(rms_norm(q, None, epsilon), turn)
-    o = attend(q, kv, entries, p.sinks, rows.segment_ids, c.sliding_window_size)
-    return output(p, rotate(o, turn, inverse=True), c)
+    q_low = gather_length(q_low)
+    index = jnp.broadcast_to(jnp.arange(q_low.shape[1], dtype=jnp.int32), q_low.shape[:2])
+    wq_b, wo_a = (for_loop(w, q_low, p.sinks) for w in (p.wq_b, p.wo_a))
+
+    def heads(some: tuple[jax.Array, jax.Array, Rotation], attend_some: AttendSome) -> jax.Array:
+        index, q_low, turn = some
+        up, down = at_step(in_loop((wq_b, wo_a), q_low.dtype), index[0, 0])  # dropout differs between chunks
+        q = rotate(rms_norm(project("bsq,qhc->bshc", q_low, up), None, epsilon), turn)
+        o = rotate(attend_some(q), turn, inverse=True)
+        low = whole_groups if c.o_groups % lax.axis_size(TENSOR) == 0 else straddling_groups
+        return low(o, down, c)
+
+    keys = Keys(kv, entries, p.sinks, rows.segment_ids, c.sliding_window_size)
+    return attend(heads, (index, q_low, turn), keys)
 
 
 def compressed_entries(
@@ -75,12 +101,6 @@ def compressed_entries(
         return Entries(kv=kv, seen=visible(w, rows.segment_ids, jnp.arange(rows.segment_ids.shape[1])))
     with jax.named_scope("indexer"):
         return Entries(kv=kv, seen=gather_length(select(p.indexer, x, q_low, rows, c)))
-
-
-def output(p: Attention, o: jax.Array, c: ModelConfig) -> jax.Array:
-    """Heads' outputs [B, S, H / tensor, C] -> [B, S / tensor, D] through the grouped low-rank projection."""
-    low = whole_groups if c.o_groups % lax.axis_size(TENSOR) == 0 else straddling_groups
-    return scatter_length(project("bsi,id->bsd", low(o, p.wo_a, c), p.wo_b))
 
 
 def whole_groups(o: jax.Array, wo_a: jax.Array, c: ModelConfig) -> jax.Array:

@@ -25,6 +25,15 @@ from trainer.sharding import TENSOR, Layout, gather_length
 
 
 @dataclass(frozen=True)
+class Remat:
+    """What the backward computes again: wrappers of a whole layer, and inside it of attention's part up to
+    `attention.LOW_OUTPUT`."""
+
+    layer: Callable[[Callable], Callable]
+    attention: Callable[[Callable], Callable]
+
+
+@dataclass(frozen=True)
 class Options:
     """How the model runs; chosen once, when the step is built."""
 
@@ -32,7 +41,7 @@ class Options:
     layout: Layout
     attend: Attend
     moe: MoEOptions
-    remat: Callable[[Callable], Callable]
+    remat: Remat
     loss_chunk_tokens: int
     lora: LoRA | None
 
@@ -161,7 +170,7 @@ def decoder_layer(
     def attend(y: jax.Array) -> tuple[jax.Array, None]:
         with jax.named_scope("attention"):
             y = rms_norm(y, p.attention_norm, c.normalization_layer_epsilon)
-            return attention(p.attention, y, rows, o.attend, c), None
+            return attention(p.attention, y, rows, o.attend, c, o.remat.attention), None
 
     def experts(y: jax.Array) -> tuple[jax.Array, MoEStats]:
         with jax.named_scope("moe"):
@@ -193,7 +202,7 @@ def decode(
                     # Gathered inside what is rematerialised, so that whole weights are never stored.
                     return decoder_layer(gather(spec, layer, o.dtype, o.layout), x, batch, rows, c, o)
 
-                x, stat = o.remat(run)(layer, x)
+                x, stat = o.remat.layer(run)(layer, x)
                 outs.append((stat, x if keep_streams else None))
             return x, outs
 

@@ -17,6 +17,7 @@ from jax import lax
 
 from trainer.models.config import ADAPTER_LETTERS, ModelConfig
 from trainer.params import Param, Rows, Tree, constant, is_param, map_spec, param
+from trainer.sharding import varying_like
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,21 @@ def at_step(params: Tree, step: jax.Array) -> Tree:
         return x.replace(seed=x.seed * 1_000_003 + step) if is_adapted(x) and x.seed is not None else x
 
     return jax.tree.map(leaf, params, is_leaf=is_adapted)
+
+
+def for_loop(w: Any, *others: jax.Array) -> Any:
+    """A weight for a loop whose turns work on `others`: its cotangents then add up in float32, and are summed over
+    devices once, after the loop. Inside, `in_loop` takes it back."""
+
+    def leaf(x: jax.Array) -> jax.Array:
+        return varying_like(x.astype(jnp.float32), x, *others)
+
+    return w.replace(a=leaf(w.a), b=leaf(w.b)) if is_adapted(w) else leaf(w)
+
+
+def in_loop(weights: Tree, dtype: Any) -> Tree:
+    """What `for_loop` was given, in the dtype of arithmetic. Adapters are cast where they are used."""
+    return jax.tree.map(lambda w: w if is_adapted(w) else w.astype(dtype), weights, is_leaf=is_adapted)
 
 
 def drop(x: jax.Array, w: Adapted) -> jax.Array:

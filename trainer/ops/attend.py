@@ -5,6 +5,7 @@ heads; the sink is a learned logit per head that takes probability and gives not
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,23 @@ class Entries(struct.PyTreeNode):
     seen: jax.Array  # [B, S, T] bool
 
 
-# (q [B, S, H, C], kv [B, S, C], entries or None, sinks [H] float32, segment ids [B, S], window) -> [B, S, H, C]
-Attend = Callable[[jax.Array, jax.Array, "Entries | None", jax.Array, jax.Array, int], jax.Array]
+class Keys(struct.PyTreeNode):
+    """What the queries of whole rows attend to."""
+
+    kv: jax.Array  # [B, S, C]
+    entries: Entries | None
+    sinks: jax.Array  # [H] float32
+    segment_ids: jax.Array  # [B, S] int32, 0 = padding
+    window: int = struct.field(pytree_node=False)
+
+
+# q [B, n, H, C] -> [B, n, H, C]: attention of some queries of the rows
+AttendSome = Callable[[jax.Array], jax.Array]
+# (inputs [B, n, ...] of some queries, their attention) -> their results [B, n, ...]: makes the queries, uses what they
+# attend to. As it runs on chunks, neither exists for whole rows.
+Heads = Callable[[Any, AttendSome], jax.Array]
+# (heads, inputs [B, S, ...], keys) -> results [B, S, ...]
+Attend = Callable[[Heads, Any, Keys], jax.Array]
 # (q [B, n, H, C], keys [B, m, C], mask [B, n, m] bool, sinks [H] float32) -> [B, n, H, C]
 AttendMasked = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -50,63 +66,62 @@ def window_mask(queries: jax.Array, keys: jax.Array, distance: jax.Array, window
     return near & (queries[:, :, None] == keys[:, None, :])
 
 
-def dot_product(
-    q: jax.Array, kv: jax.Array, entries: Entries | None, sinks: jax.Array, segment_ids: jax.Array, window: int
-) -> jax.Array:
+def dot_product(heads: Heads, inputs: Any, keys: Keys) -> jax.Array:
     """All scores at once: the reference for every other form."""
-    index = jnp.arange(q.shape[1])
-    mask = window_mask(segment_ids, segment_ids, index[:, None] - index[None, :], window)
-    if entries is not None:
-        kv = jnp.concatenate([kv, entries.kv], axis=1)
-        mask = jnp.concatenate([mask, entries.seen], axis=2)
-    return softmax_masked(q, kv, mask, sinks)
+    index = jnp.arange(keys.kv.shape[1])
+    mask = window_mask(keys.segment_ids, keys.segment_ids, index[:, None] - index[None, :], keys.window)
+    kv = keys.kv
+    if keys.entries is not None:
+        kv = jnp.concatenate([kv, keys.entries.kv], axis=1)
+        mask = jnp.concatenate([mask, keys.entries.seen], axis=2)
+    return heads(inputs, lambda q: softmax_masked(q, kv, mask, keys.sinks))
 
 
 def in_chunks(attend: AttendMasked, num_queries: int, *, halves: bool) -> Attend:
     """Attention chunk by chunk of queries, each over a band of window keys and the entries some query of its part of
     the row can see; with `halves` the first half of a long row is not scored against the second's entries. What it
-    holds beside inputs and outputs does not grow with the length."""
+    holds beside inputs and results does not grow with the length."""
 
-    def whole_row(
-        q: jax.Array, kv: jax.Array, entries: Entries | None, sinks: jax.Array, segment_ids: jax.Array, window: int
-    ) -> jax.Array:
-        length = q.shape[1]
+    def whole_row(heads: Heads, inputs: Any, keys: Keys) -> jax.Array:
+        length, entries = keys.kv.shape[1], keys.entries
         size = min(num_queries, length)
         padding = -length % size
-        q, kv, segment_ids = (
-            jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)) for x in (q, kv, segment_ids)
-        )
-        num, back = q.shape[1] // size, window - 1
+        kv, of_tokens, inputs = jax.tree.map(lambda x: _pad_length(x, padding), (keys.kv, keys.segment_ids, inputs))
+        num, back = kv.shape[1] // size, keys.window - 1
         distance = back + jnp.arange(size)[:, None] - jnp.arange(back + size)[None, :]
-        chunks = (_chunks(q, size), _band(kv, size, back), _chunks(segment_ids, size), _band(segment_ids, size, back))
+        chunks = jax.tree.map(lambda x: _chunks(x, size), (inputs, of_tokens))
+        bands = (_band(kv, size, back), _band(of_tokens, size, back))
 
         def one_chunk(entry_kv: jax.Array | None, chunk: tuple) -> jax.Array:
-            (q, keys, of_queries, of_keys), seen = chunk
+            (inputs, of_queries), (near, of_near), seen = chunk
             # A band's first keys may lie before the row: they are padding, segment 0, as padded queries are.
-            mask = window_mask(of_queries, jnp.where(of_keys == 0, -1, of_keys), distance, window)
+            mask = window_mask(of_queries, jnp.where(of_near == 0, -1, of_near), distance, keys.window)
             if entry_kv is not None:
-                keys = jnp.concatenate([keys, entry_kv.astype(keys.dtype)], axis=1)
+                near = jnp.concatenate([near, entry_kv.astype(near.dtype)], axis=1)
                 mask = jnp.concatenate([mask, seen], axis=2)
-            return attend(q, keys, mask, sinks)
+            return heads(inputs, lambda q: attend(q, near, mask, keys.sinks))
 
         out = []
         for first, last in _parts(num, entries.kv.shape[1] if halves and entries is not None else 0):
-            of_part = jax.tree.map(lambda x, f=first, t=last: x[f:t], chunks)
+            of_part = jax.tree.map(lambda x, f=first, t=last: x[f:t], (chunks, bands))
             visible, seen = None, None
             if entries is not None:
                 num_entries = -(-entries.kv.shape[1] * last * size // length)
                 # Summed over chunks in float32 on the way back.
                 visible = entries.kv[:, :num_entries].astype(jnp.float32)
-                seen = jnp.pad(entries.seen, ((0, 0), (0, padding), (0, 0)))[
-                    :, first * size : last * size, :num_entries
-                ]
+                seen = _pad_length(entries.seen, padding)[:, first * size : last * size, :num_entries]
                 seen = _chunks(seen, size)
             step = jax.checkpoint(lambda chunk, v=visible: one_chunk(v, chunk))
-            out.append(lax.map(step, (of_part, seen)))
-        whole = jnp.concatenate(out)
-        return jnp.moveaxis(whole, 0, 1).reshape(q.shape)[:, :length]
+            out.append(lax.map(step, (*of_part, seen)))
+        whole = jnp.moveaxis(jnp.concatenate(out), 0, 1)
+        return whole.reshape(whole.shape[0], -1, *whole.shape[3:])[:, :length]
 
     return whole_row
+
+
+def _pad_length(x: jax.Array, padding: int) -> jax.Array:
+    """[B, S, ...] -> [B, S + padding, ...] with zeros."""
+    return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
 
 
 def _chunks(x: jax.Array, size: int) -> jax.Array:
