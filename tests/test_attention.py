@@ -17,7 +17,7 @@ from trainer.models.rope import frequencies
 from trainer.models.rows import row_context
 from trainer.ops import attend
 from trainer.ops.attend import attention_forms, dot_product
-from trainer.params import initialize, pspecs
+from trainer.params import gather, initialize, pspecs
 from trainer.sharding import Layout
 
 OVERRIDES = ["model.sliding_window_size=5", "model.indexer_topk=3", "model.o_groups=2", "model.emb_dim=16"]
@@ -60,6 +60,7 @@ def test_a_layer_is_the_plain_one(ratio, tensor):
     p, mesh = weights(ratio), mesh_of(tensor=tensor)
 
     def local(p, x, segments, positions):
+        p = gather(Attention.spec(C, ratio), p, jnp.float32, Layout())
         return layer(p, x, row_context(segments, positions, C), dot_product, C, lambda part: part)
 
     rows = Layout().pspec("batch", "length")

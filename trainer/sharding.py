@@ -22,8 +22,8 @@ class Layout:
     """Logical dim name -> mesh axes. Weights and activations use different names on purpose.
 
     Weights are cut twice: `embed`, `rank` and `expert_embed` dims over fsdp (the first two over expert as well, if
-    asked), to be gathered just before use, and `heads`, `mlp`, `vocab` and `experts` for good, because the work on them
-    is split the same way.
+    asked) and `inner` over tensor, to be gathered just before use, and `heads`, `vocab` and `experts` for good, because
+    the work on them is split the same way.
     """
 
     batch: Axes = BATCH_AXES
@@ -32,7 +32,7 @@ class Layout:
     rank: tuple[str, ...] = (FSDP,)
     expert_embed: tuple[str, ...] = (FSDP,)  # of weights whose experts are split over expert already
     heads: Axes = TENSOR
-    mlp: Axes = TENSOR
+    inner: tuple[str, ...] = (TENSOR,)  # of weights that, gathered, are smaller than a row's activations
     vocab: Axes = TENSOR
     table: Axes = (TENSOR, FSDP)  # the embedding table's width: looking a token up needs no collective
     experts: Axes = (EXPERT, TENSOR)
@@ -55,9 +55,9 @@ class Layout:
 
 
 def gather_weight(x: jax.Array, dims: Sequence[str | None], layout: Layout) -> jax.Array:
-    """A weight's shard with the dim made whole that it is only kept in parts along: one all-gather (backward:
+    """A weight's shard with the dims made whole that it is only kept in parts along: an all-gather each (backward:
     reduce-scatter)."""
-    kept = {"embed": layout.embed, "rank": layout.rank, "expert_embed": layout.expert_embed}
+    kept = {"embed": layout.embed, "rank": layout.rank, "inner": layout.inner, "expert_embed": layout.expert_embed}
     for axis, dim in enumerate(dims):
         if dim in kept:
             x = lax.all_gather(x, kept[dim], axis=axis, tiled=True)
@@ -80,6 +80,11 @@ def scatter_length(x: jax.Array) -> jax.Array:
     if x.shape[0] == 1:
         return lax.psum_scatter(x[0], TENSOR, scatter_dimension=0, tiled=True)[None]
     return lax.psum_scatter(x, TENSOR, scatter_dimension=1, tiled=True)
+
+
+def channels_to_length(x: jax.Array) -> jax.Array:
+    """[B, S, M / tensor] -> [B, S / tensor, M]: one all-to-all over tensor."""
+    return lax.all_to_all(x, TENSOR, split_axis=1, concat_axis=2, tiled=True)
 
 
 def varying_like(x: jax.Array, *others: jax.Array) -> jax.Array:

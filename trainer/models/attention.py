@@ -16,7 +16,7 @@ from trainer.models.rope import Rotation, rotate
 from trainer.models.rows import RowContext, visible
 from trainer.ops.attend import Attend, AttendSome, Entries, Keys
 from trainer.params import constant, param
-from trainer.sharding import TENSOR, gather_length, scatter_length
+from trainer.sharding import TENSOR, channels_to_length, gather_length
 
 LOW_OUTPUT = "attention_low_output"
 
@@ -46,7 +46,7 @@ class Attention(struct.PyTreeNode):
             kv_norm=param((c.head_dim,), (None,), constant(1.0), dtype=jnp.float32),
             sinks=param((c.num_query_heads,), ("heads",), constant(0.0), dtype=jnp.float32),
             wo_a=param((c.num_query_heads, c.head_dim, c.o_lora_rank), ("heads", None, "rank")),
-            wo_b=param((c.o_groups * c.o_lora_rank, c.emb_dim), ("heads", "embed")),
+            wo_b=param((c.o_groups * c.o_lora_rank, c.emb_dim), ("inner", "embed")),
             compressor=Compressor.spec(c, ratio, c.head_dim) if ratio else None,
             indexer=Indexer.spec(c) if ratio and sparse else None,
         )
@@ -57,12 +57,12 @@ def attention(
 ) -> jax.Array:
     """Normed input [B, S / tensor, D] -> [B, S / tensor, D].
 
-    Each device projects its own tokens down, attends with its own heads over the whole row, and the output
-    projection's partial sums are reduce-scattered back to tokens. `remat` goes around all but that last projection,
-    whose input carries the name LOW_OUTPUT for policies of rematerialisation.
+    Each device projects its own tokens down, attends with its own heads over the whole row, and projects its own
+    tokens' low-rank outputs up, which an all-to-all brings from the heads' devices. `remat` goes around all before
+    that; what it brings carries the name LOW_OUTPUT for policies of rematerialisation.
     """
     low = remat(lambda p, x, rows: low_output(p, x, rows, attend, c))(p, x, rows)
-    return scatter_length(project("bsi,id->bsd", checkpoint_name(low, LOW_OUTPUT), p.wo_b))
+    return project("bsi,id->bsd", checkpoint_name(channels_to_length(low), LOW_OUTPUT), p.wo_b)
 
 
 def low_output(p: Attention, x: jax.Array, rows: RowContext, attend: Attend, c: ModelConfig) -> jax.Array:

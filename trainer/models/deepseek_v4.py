@@ -21,7 +21,7 @@ from trainer.models.normalization import rms_norm
 from trainer.models.rows import RowContext, row_context
 from trainer.ops.attend import Attend
 from trainer.params import constant, gather, gather_leaf, param, stack
-from trainer.sharding import TENSOR, Layout, gather_length
+from trainer.sharding import Layout, channels_to_length, gather_length
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
     the tokens: an all-gather over fsdp where there is one, an all-to-all over tensor (length against width).
     """
     part = lax.all_gather(table.astype(dtype), "fsdp", axis=1, tiled=True)[gather_length(tokens)]
-    return lax.all_to_all(part, TENSOR, split_axis=1, concat_axis=2, tiled=True)
+    return channels_to_length(part)
 
 
 def decoder_layer(

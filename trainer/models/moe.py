@@ -78,7 +78,7 @@ class Overflow(struct.PyTreeNode):
 
 
 class SharedExpert(struct.PyTreeNode):
-    """The expert every token visits, its width split over tensor."""
+    """The expert every token visits. Each device runs its own tokens through the whole of it."""
 
     gate_up: jax.Array  # [D, 2, F]
     down: jax.Array  # [F, D]
@@ -87,15 +87,14 @@ class SharedExpert(struct.PyTreeNode):
     def spec(cls, c: ModelConfig) -> "SharedExpert":
         width = c.moe_mlp_dim * c.shared_experts
         return cls(
-            gate_up=param((c.emb_dim, 2, width), ("embed", None, "mlp")),
-            down=param((width, c.emb_dim), ("mlp", "embed")),
+            gate_up=param((c.emb_dim, 2, width), ("embed", None, "inner")),
+            down=param((width, c.emb_dim), ("inner", "embed")),
         )
 
     def __call__(self, x: jax.Array, limit: float) -> jax.Array:
-        """[B, S / tensor, D] -> the same: an all-gather and a reduce-scatter over tensor."""
-        h = project("bsd,dgf->bsgf", gather_length(x), self.gate_up)
-        h = clamped_swiglu(h[:, :, 0], h[:, :, 1], limit)
-        return scatter_length(project("bsf,fd->bsd", h, self.down))
+        """[B, S / tensor, D] -> the same."""
+        h = project("bsd,dgf->bsgf", x, self.gate_up)
+        return project("bsf,fd->bsd", clamped_swiglu(h[:, :, 0], h[:, :, 1], limit), self.down)
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
