@@ -39,13 +39,13 @@ def expert(x, gate, up, down, limit):
     return (silu(np.minimum(x @ gate, limit)) * np.clip(x @ up, -limit, limit)) @ down
 
 
-def routed(x, experts, weights, gate_up, down, limit):
-    """Each token through each of its experts: x [n, D], gate_up [E, D, 2, F], down [E, F, D] -> [n, D]."""
-    x, gate_up, down = (np.asarray(a, np.float64) for a in (x, gate_up, down))
+def routed(x, experts, weights, p, limit):
+    """Each token through each of its experts: x [n, D], p with gate and up [E, D, F], down [E, F, D] -> [n, D]."""
+    x, gate, up, down = (np.asarray(a, np.float64) for a in (x, p.gate, p.up, p.down))
     out = np.zeros_like(x)
     for t in range(len(x)):
         for e, w in zip(experts[t], weights[t], strict=True):
-            out[t] += w * expert(x[t], gate_up[e, :, 0], gate_up[e, :, 1], down[e], limit)
+            out[t] += w * expert(x[t], gate[e], up[e], down[e], limit)
     return out
 
 

@@ -33,7 +33,7 @@ def c(request):
 def size(c, leaf):
     """Weights of a leaf that one token is multiplied with: of stacked experts, those it visits."""
     path, p = leaf
-    experts = "/routed/gate_up" in path or "/routed/down" in path
+    experts = "/routed/" in path and path.endswith(("gate", "up", "down"))
     return int(np.prod(p.shape)) * (c.num_experts_per_tok / c.num_experts if experts else 1)
 
 

@@ -68,7 +68,7 @@ BATCH = P(BATCH_AXES, TENSOR)
 
 
 def on_given_routes(mesh, o):
-    """The layer with routes as arguments: (x, experts, combine) -> value, gradients of (x, combine, gate_up, down),
+    """The layer with routes as arguments: (x, experts, combine) -> value, gradients of (x, combine, gate, up, down),
     dropped, rounds. Compiled once for all routes."""
     layout = Layout.of(o.expert_axes)
 
@@ -96,15 +96,16 @@ def on_given_routes(mesh, o):
     def run(x, experts, combine):
         with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
             grads, (y, dropped, rounds) = compiled(weights(), x, combine, experts)
-        return y, (grads[1], grads[2], grads[0].routed.gate_up, grads[0].routed.down), int(dropped), int(rounds)
+        of = grads[0].routed
+        return y, (grads[1], grads[2], of.gate, of.up, of.down), int(dropped), int(rounds)
 
     return run
 
 
 def shared(x):
     p = weights().shared
-    gate_up, down = np.asarray(p.gate_up, np.float64), np.asarray(p.down, np.float64)
-    return np.stack([expert(t, gate_up[:, 0], gate_up[:, 1], down, C.mlp_activations_limit) for t in x.reshape(-1, D)])
+    gate, up, down = (np.asarray(w, np.float64) for w in (p.gate, p.up, p.down))
+    return np.stack([expert(t, gate, up, down, C.mlp_activations_limit) for t in x.reshape(-1, D)])
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def dense():
         experts, combine = forced(kind)
         y, grads, *_ = run(x, experts, combine)
         p = weights().routed
-        loops = routed(x.reshape(-1, D), experts, combine, p.gate_up, p.down, C.mlp_activations_limit) + shared(x)
+        loops = routed(x.reshape(-1, D), experts, combine, p, C.mlp_activations_limit) + shared(x)
         assert worst(np.asarray(y).reshape(-1, D), loops) < FLOAT32
         results[kind] = (y, grads)
     return results
@@ -236,15 +237,15 @@ def test_the_layer_and_its_load_are_those_of_plain_float64(hashed):
     p = weights(hashed).routed
     experts, combine = route(x.reshape(-1, D), p.router, np.zeros(E), K, C.routed_scaling_factor)
     if hashed:
-        experts = p.tid2eid[tokens.reshape(-1)]
+        experts = p.tid2eid[:, tokens.reshape(-1)].T
         scores = np.sqrt(np.logaddexp(0, x.reshape(-1, D).astype(np.float64) @ p.router))
         chosen = np.take_along_axis(scores, experts, 1)
         combine = C.routed_scaling_factor * chosen / chosen.sum(1, keepdims=True)
-    expected = routed(x.reshape(-1, D), experts, combine, p.gate_up, p.down, C.mlp_activations_limit)
+    expected = routed(x.reshape(-1, D), experts, combine, p, C.mlp_activations_limit)
     p_shared = weights(hashed).shared
     expected += np.stack(
         [
-            expert(t, p_shared.gate_up[:, 0], p_shared.gate_up[:, 1], p_shared.down, C.mlp_activations_limit)
+            expert(t, p_shared.gate, p_shared.up, p_shared.down, C.mlp_activations_limit)
             for t in x.reshape(-1, D).astype(np.float64)
         ]
     )

@@ -65,7 +65,7 @@ def test_stacked_layers_differ():
 
 
 def test_hash_tables_hold_distinct_experts_and_are_balanced():
-    table = distinct_ids(16)(np.random.default_rng(0), (4096, 6))
+    table = distinct_ids(16)(np.random.default_rng(0), (6, 4096)).T
     assert table.dtype == np.int32 and all(len(set(row)) == 6 for row in table)
     load = np.bincount(table.reshape(-1), minlength=16) / table.size * 16
     assert load.min() > 0.9 and load.max() < 1.1
@@ -83,7 +83,7 @@ def test_splitting_by_what_trains_is_undone_by_merging():
 def test_kept_dtypes_do_not_follow_the_weights():
     tree = abstract(SPEC, Layout(), mesh_of(), jnp.bfloat16)
     kinds = {name.rsplit("/", 1)[-1]: leaf.dtype for name, leaf in named_leaves(tree)}
-    assert kinds["wq_a"] == jnp.bfloat16 and kinds["gate_up"] == jnp.bfloat16
+    assert kinds["wq_a"] == jnp.bfloat16 and kinds["gate"] == jnp.bfloat16
     for name in ("router", "bias", "sinks", "position_bias", "fn", "base", "scale", "q_norm", "attention_norm"):
         assert kinds[name] == jnp.float32, name
     assert kinds["tid2eid"] == jnp.int32
@@ -91,7 +91,7 @@ def test_kept_dtypes_do_not_follow_the_weights():
 
 @pytest.mark.parametrize(
     ("name", "decays"),
-    [("wq_a", True), ("gate_up", True), ("embedding", True), ("attention_norm", False), ("sinks", False),
+    [("wq_a", True), ("gate", True), ("embedding", True), ("attention_norm", False), ("sinks", False),
      ("position_bias", False), ("base", False), ("scale", False)],
 )  # fmt: skip
 def test_norms_and_biases_do_not_decay(name, decays):

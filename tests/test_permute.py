@@ -23,7 +23,7 @@ ROUTINGS = {
 
 def through_the_layer(way):
     """The same way, taken by the methods of the layer."""
-    layer = RoutedMoE(router=None, bias=None, tid2eid=None, gate_up=None, down=None)
+    layer = RoutedMoE(router=None, bias=None, tid2eid=None, gate=None, up=None, down=None)
     o = MoEOptions(PERMUTE[way], ("expert",), False, -1.0, True, frozen=False, balance_loss=False)
     return Permute(lambda x, p: layer.permute(x, p, o), lambda rows, w, p: layer.unpermute(rows, w, p, o))
 

@@ -31,8 +31,8 @@ def constant(value: float) -> Rows:
 
 
 def distinct_ids(num: int) -> Rows:
-    """Each row: distinct ids below `num`, balanced over many rows (a random permutation's head)."""
-    return lambda rng, shape: np.argsort(rng.random((shape[0], num)), axis=1)[:, : shape[1]].astype(np.int32)
+    """Each column: distinct ids below `num`, balanced over many columns (a random permutation's head)."""
+    return lambda rng, shape: np.argsort(rng.random((shape[1], num)), axis=1)[:, : shape[0]].T.astype(np.int32)
 
 
 @dataclass(frozen=True)

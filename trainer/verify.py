@@ -116,12 +116,10 @@ def golden_gradients(golden: dict[str, np.ndarray], program: Program) -> Iterato
             tensors |= split_experts(name.removeprefix("grad/"), array)
     for leaf in leaves(program.model, program.spec):
         for at, layer in enumerate(leaf.layers or (None,)):
-            parts = [
-                part for part in leaf.parts(program.model) if layer is None or part[0].startswith(f"layers.{layer}.")
-            ]
-            if not all(name in tensors for part in parts for name in part):
+            names = leaf.tensors(program.model, layer)
+            if not tensors.keys() >= set(names):
                 continue
-            made = [leaf.source.convert(program.model, *(tensors[n] for n in part)) for part in parts]
+            made = [leaf.source.convert(program.model, tensors[name]) for name in names]
             yield leaf.path, () if layer is None else (at,), np.stack(made) if leaf.source.per_expert else made[0]
 
 

@@ -56,20 +56,18 @@ class TensorFiles:
 
 def check_tensors(files: TensorFiles, wanted: list[Leaf], c: ModelConfig, folder: Path) -> None:
     """Every tensor is there, none is left over, and each has its shape; all faults in one message."""
-    needed = {name for leaf in wanted for part in leaf.parts(c) for name in part}
+    needed = {name for leaf in wanted for name in leaf.all_tensors(c)}
     faults = [f"missing: {name}" for name in sorted(needed - files.names)]
     faults += [f"unexpected: {name}" for name in sorted(files.names - needed)]
     for leaf in wanted:
-        for part in leaf.parts(c):
-            if not files.names.issuperset(part):
-                continue
-            shapes = [files.shape(name) for name in part]
+        for name in files.names.intersection(leaf.all_tensors(c)):
+            shape = files.shape(name)
             try:
-                made = leaf.source.convert(c, *(np.broadcast_to(np.int8(0), shape) for shape in shapes)).shape
+                made = leaf.source.convert(c, np.broadcast_to(np.int8(0), shape)).shape
             except ValueError:
                 made = None
-            if made != leaf.part_shape:
-                faults.append(f"wrong shape: {', '.join(f'{n} {s}' for n, s in zip(part, shapes, strict=True))}")
+            if made != leaf.tensor_shape:
+                faults.append(f"wrong shape: {name} {shape}")
     if faults:
         shown = "\n  ".join(faults[:20]) + (f"\n  and {len(faults) - 20} more" if len(faults) > 20 else "")
         raise ConfigError(f"{folder} does not hold this model ({len(faults)} faults):\n  {shown}")
@@ -82,7 +80,7 @@ def read_shard(files: TensorFiles, leaf: Leaf, index: Any, c: ModelConfig, dtype
     experts = lead.pop(0) if leaf.source.per_expert else [None]
     inner = tuple(slice(r.start, r.stop) for r in lead)
     parts = [
-        leaf.source.convert(c, *map(files.read, leaf.tensors(layer, e)))[inner].astype(dtype)
+        leaf.source.convert(c, files.read(leaf.tensor(layer, e)))[inner].astype(dtype)
         for layer in layers
         for e in experts
     ]

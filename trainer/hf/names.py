@@ -70,15 +70,14 @@ def split_experts(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Source:
-    """How one parameter of one layer is made: `convert(config, *tensors)`. With `{e}` in the names, one expert's
-    part of it."""
+    """How one parameter of one layer is made of a tensor. With `{e}` in the name, one expert's part of it."""
 
-    names: tuple[str, ...]
-    convert: Callable[..., np.ndarray]
+    name: str
+    convert: Callable[[ModelConfig, np.ndarray], np.ndarray]
 
     @property
     def per_expert(self) -> bool:
-        return "{e}" in self.names[0]
+        return "{e}" in self.name
 
 
 def _same(c: ModelConfig, w: np.ndarray) -> np.ndarray:
@@ -87,11 +86,6 @@ def _same(c: ModelConfig, w: np.ndarray) -> np.ndarray:
 
 def _transpose(c: ModelConfig, w: np.ndarray) -> np.ndarray:
     return w.T
-
-
-def _gate_up(c: ModelConfig, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """[F, D] twice -> [D, 2, F]."""
-    return np.stack([gate.T, up.T], axis=1)
 
 
 def _streams(c: ModelConfig, w: np.ndarray) -> np.ndarray:
@@ -116,49 +110,51 @@ def _grouped_output(c: ModelConfig, w: np.ndarray) -> np.ndarray:
 
 def _connection(path: str, name: str) -> dict[str, Source]:
     convert = {"fn": _streams, "base": _same, "scale": _same}
-    return {f"{path}/{leaf}": Source((f"{name}_{leaf}",), fn) for leaf, fn in convert.items()}
+    return {f"{path}/{leaf}": Source(f"{name}_{leaf}", fn) for leaf, fn in convert.items()}
 
 
 def _compressor(path: str, name: str) -> dict[str, Source]:
     return {
-        f"{path}/wkv": Source((f"{name}.wkv.weight",), _transpose),
-        f"{path}/wgate": Source((f"{name}.wgate.weight",), _transpose),
-        f"{path}/position_bias": Source((f"{name}.ape",), _same),
-        f"{path}/norm": Source((f"{name}.norm.weight",), _same),
+        f"{path}/wkv": Source(f"{name}.wkv.weight", _transpose),
+        f"{path}/wgate": Source(f"{name}.wgate.weight", _transpose),
+        f"{path}/position_bias": Source(f"{name}.ape", _same),
+        f"{path}/norm": Source(f"{name}.norm.weight", _same),
     }
 
 
 GLOBALS = {
-    "embedding": Source(("embed.weight",), _same),
-    "norm": Source(("norm.weight",), _same),
-    "head": Source(("head.weight",), _transpose),
+    "embedding": Source("embed.weight", _same),
+    "norm": Source("norm.weight", _same),
+    "head": Source("head.weight", _transpose),
     **_connection("head_connection", "hc_head"),
 }
 
 LAYER = {
-    "attention_norm": Source(("attn_norm.weight",), _same),
-    "moe_norm": Source(("ffn_norm.weight",), _same),
+    "attention_norm": Source("attn_norm.weight", _same),
+    "moe_norm": Source("ffn_norm.weight", _same),
     **_connection("attention_connection", "hc_attn"),
     **_connection("moe_connection", "hc_ffn"),
-    "attention/wq_a": Source(("attn.wq_a.weight",), _transpose),
-    "attention/q_norm": Source(("attn.q_norm.weight",), _same),
-    "attention/wq_b": Source(("attn.wq_b.weight",), _query_heads),
-    "attention/wkv": Source(("attn.wkv.weight",), _transpose),
-    "attention/kv_norm": Source(("attn.kv_norm.weight",), _same),
-    "attention/sinks": Source(("attn.attn_sink",), _same),
-    "attention/wo_a": Source(("attn.wo_a.weight",), _grouped_output),
-    "attention/wo_b": Source(("attn.wo_b.weight",), _transpose),
+    "attention/wq_a": Source("attn.wq_a.weight", _transpose),
+    "attention/q_norm": Source("attn.q_norm.weight", _same),
+    "attention/wq_b": Source("attn.wq_b.weight", _query_heads),
+    "attention/wkv": Source("attn.wkv.weight", _transpose),
+    "attention/kv_norm": Source("attn.kv_norm.weight", _same),
+    "attention/sinks": Source("attn.attn_sink", _same),
+    "attention/wo_a": Source("attn.wo_a.weight", _grouped_output),
+    "attention/wo_b": Source("attn.wo_b.weight", _transpose),
     **_compressor("attention/compressor", "attn.compressor"),
-    "attention/indexer/wq_b": Source(("attn.indexer.wq_b.weight",), _indexer_heads),
-    "attention/indexer/weights_proj": Source(("attn.indexer.weights_proj.weight",), _transpose),
+    "attention/indexer/wq_b": Source("attn.indexer.wq_b.weight", _indexer_heads),
+    "attention/indexer/weights_proj": Source("attn.indexer.weights_proj.weight", _transpose),
     **_compressor("attention/indexer/compressor", "attn.indexer.compressor"),
-    "moe/routed/router": Source(("ffn.gate.weight",), _transpose),
-    "moe/routed/bias": Source(("ffn.gate.bias",), _same),
-    "moe/routed/tid2eid": Source(("ffn.gate.tid2eid",), _same),
-    "moe/routed/gate_up": Source(("ffn.experts.{e}.w1.weight", "ffn.experts.{e}.w3.weight"), _gate_up),
-    "moe/routed/down": Source(("ffn.experts.{e}.w2.weight",), _transpose),
-    "moe/shared/gate_up": Source(("ffn.shared_experts.w1.weight", "ffn.shared_experts.w3.weight"), _gate_up),
-    "moe/shared/down": Source(("ffn.shared_experts.w2.weight",), _transpose),
+    "moe/routed/router": Source("ffn.gate.weight", _transpose),
+    "moe/routed/bias": Source("ffn.gate.bias", _same),
+    "moe/routed/tid2eid": Source("ffn.gate.tid2eid", _transpose),
+    "moe/routed/gate": Source("ffn.experts.{e}.w1.weight", _transpose),
+    "moe/routed/up": Source("ffn.experts.{e}.w3.weight", _transpose),
+    "moe/routed/down": Source("ffn.experts.{e}.w2.weight", _transpose),
+    "moe/shared/gate": Source("ffn.shared_experts.w1.weight", _transpose),
+    "moe/shared/up": Source("ffn.shared_experts.w3.weight", _transpose),
+    "moe/shared/down": Source("ffn.shared_experts.w2.weight", _transpose),
 }
 
 
@@ -171,17 +167,20 @@ class Leaf:
     source: Source
     layers: tuple[int, ...]  # decoder layers stacked in it, in order; empty for globals
 
-    def tensors(self, layer: int | None, expert: int | None) -> list[str]:
+    def tensor(self, layer: int | None, expert: int | None) -> str:
         prefix = "" if layer is None else f"layers.{layer}."
-        return [prefix + name.format(e=expert) for name in self.source.names]
+        return prefix + self.source.name.format(e=expert)
 
-    def parts(self, c: ModelConfig) -> list[list[str]]:
-        """The tensors of every part that is converted on its own."""
+    def tensors(self, c: ModelConfig, layer: int | None) -> list[str]:
+        """The tensors of one layer (or, for globals, of None): one, or one per expert."""
         experts = range(c.num_experts) if self.source.per_expert else [None]
-        return [self.tensors(layer, e) for layer in self.layers or [None] for e in experts]
+        return [self.tensor(layer, e) for e in experts]
+
+    def all_tensors(self, c: ModelConfig) -> list[str]:
+        return [name for layer in self.layers or [None] for name in self.tensors(c, layer)]
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
+    def tensor_shape(self) -> tuple[int, ...]:
         return self.param.shape[(1 if self.layers else 0) + (1 if self.source.per_expert else 0) :]
 
 

@@ -68,10 +68,9 @@ class ModelConfig:
         return math.lcm(*(r for r in self.compress_ratios if r)) if any(self.compress_ratios) else 1
 
 
-# What can be adapted, by path within a layer: the letters of the weight, of A and of B, r being the rank. `gate_up` is
-# two modules side by side (g), each with its own A and B, and `routed` one per expert (e), as adapters are published.
-# `wo_a` has an A for the heads of one group (j), shared by all groups, and a B for each group (g): the product has the
-# rows of the published matrix [G O, (H / G) C].
+# What can be adapted, by path within a layer: the letters of the weight, of A and of B, r being the rank. `routed` has
+# one adapter per expert (e). `wo_a` has an A for the heads of one group (j), shared by all groups, and a B for each
+# group (g): the product has the rows of the published matrix [G O, (H / G) C].
 ADAPTER_LETTERS = {
     "attention/wq_a": ("dq", "dr", "rq"),
     "attention/wq_b": ("qhc", "qr", "rhc"),
@@ -80,9 +79,11 @@ ADAPTER_LETTERS = {
     "attention/wo_b": ("id", "ir", "rd"),
     "attention/compressor/wkv": ("dm", "dr", "rm"),
     "attention/compressor/wgate": ("dm", "dr", "rm"),
-    "moe/shared/gate_up": ("dgf", "dgr", "grf"),
+    "moe/shared/gate": ("df", "dr", "rf"),
+    "moe/shared/up": ("df", "dr", "rf"),
     "moe/shared/down": ("fd", "fr", "rd"),
-    "moe/routed/gate_up": ("edgf", "edgr", "egrf"),
+    "moe/routed/gate": ("edf", "edr", "erf"),
+    "moe/routed/up": ("edf", "edr", "erf"),
     "moe/routed/down": ("efd", "efr", "erd"),
 }
 

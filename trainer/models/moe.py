@@ -80,21 +80,23 @@ class Overflow(struct.PyTreeNode):
 class SharedExpert(struct.PyTreeNode):
     """The expert every token visits. Each device runs its own tokens through the whole of it."""
 
-    gate_up: jax.Array  # [D, 2, F]
+    gate: jax.Array  # [D, F]
+    up: jax.Array  # [D, F]
     down: jax.Array  # [F, D]
 
     @classmethod
     def spec(cls, c: ModelConfig) -> "SharedExpert":
         width = c.moe_mlp_dim * c.shared_experts
         return cls(
-            gate_up=param((c.emb_dim, 2, width), ("embed", None, "inner")),
+            gate=param((c.emb_dim, width), ("embed", "inner")),
+            up=param((c.emb_dim, width), ("embed", "inner")),
             down=param((width, c.emb_dim), ("inner", "embed")),
         )
 
     def __call__(self, x: jax.Array, limit: float) -> jax.Array:
         """[B, S / tensor, D] -> the same."""
-        h = project("bsd,dgf->bsgf", x, self.gate_up)
-        return project("bsf,fd->bsd", clamped_swiglu(h[:, :, 0], h[:, :, 1], limit), self.down)
+        gate, up = (project("bsd,df->bsf", x, w) for w in (self.gate, self.up))
+        return project("bsf,fd->bsd", clamped_swiglu(gate, up, limit), self.down)
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -113,8 +115,9 @@ class RoutedMoE(struct.PyTreeNode):
 
     router: jax.Array  # [D, E] float32
     bias: jax.Array | None  # [E] float32: moves by load, never by gradient; None in hash layers
-    tid2eid: jax.Array | None  # [V, K] int32: experts of each token id; None in all but hash layers
-    gate_up: jax.Array  # [E, D, 2, F]
+    tid2eid: jax.Array | None  # [K, V] int32: experts of each token id; None in all but hash layers
+    gate: jax.Array  # [E, D, F]
+    up: jax.Array  # [E, D, F]
     down: jax.Array  # [E, F, D]
 
     @classmethod
@@ -124,10 +127,11 @@ class RoutedMoE(struct.PyTreeNode):
         return cls(
             router=param((d, e), ("embed", None), dtype=jnp.float32),
             bias=None if hashed else param((e,), (None,), constant(0.0), dtype=jnp.float32, **fixed),
-            tid2eid=param((c.vocab_size, k), (None, None), distinct_ids(e), dtype=jnp.int32, **fixed)
+            tid2eid=param((k, c.vocab_size), (None, None), distinct_ids(e), dtype=jnp.int32, **fixed)
             if hashed
             else None,
-            gate_up=param((e, d, 2, f), ("experts", "expert_embed", None, "expert_mlp")),
+            gate=param((e, d, f), ("experts", "expert_embed", "expert_mlp")),
+            up=param((e, d, f), ("experts", "expert_embed", "expert_mlp")),
             down=param((e, f, d), ("experts", "expert_mlp", "expert_embed")),
         )
 
@@ -136,7 +140,7 @@ class RoutedMoE(struct.PyTreeNode):
         logits = jnp.einsum("nd,de->ne", x.astype(jnp.float32), self.router, precision=lax.Precision.HIGHEST)
         scores = root_softplus(logits)
         if self.tid2eid is not None:
-            experts = self.tid2eid[tokens]
+            experts = self.tid2eid[:, tokens].T
         else:
             biased = lax.stop_gradient(scores)
             if self.bias is not None:
@@ -162,7 +166,7 @@ class RoutedMoE(struct.PyTreeNode):
         with jax.named_scope("permute"):
             rows = self.permute(x, p, o)
         exchange = o.exchange(x.shape[0], c)
-        weights = (self.gate_up, self.down)
+        weights = (self.gate, self.up, self.down)
         if exchange is None:
             rows = experts(weights, hide_unused(rows, p.group_sizes), p.group_sizes, c.mlp_activations_limit)
             rows, overflow = hide_unused(rows, p.group_sizes), Overflow.none()
@@ -172,14 +176,16 @@ class RoutedMoE(struct.PyTreeNode):
             return self.unpermute(rows, routing.weights, p, o), overflow
 
 
-def experts(weights: tuple[jax.Array, jax.Array], rows: jax.Array, group_sizes: jax.Array, limit: float) -> jax.Array:
+def experts(
+    weights: tuple[jax.Array, jax.Array, jax.Array], rows: jax.Array, group_sizes: jax.Array, limit: float
+) -> jax.Array:
     """Rows [R, D] sorted by this device's experts -> their outputs [R, D]; undefined past the last group.
 
-    weights: gate and up [E', D, 2, F], down [E', F, D].
+    weights: gate and up [E', D, F], down [E', F, D].
     """
-    h = grouped_project(rows, weights[0], group_sizes)
-    h = clamped_swiglu(h[:, 0], h[:, 1], limit)
-    return grouped_project(hide_unused(h, group_sizes), weights[1], group_sizes)
+    gate, up, down = weights
+    h = clamped_swiglu(grouped_project(rows, gate, group_sizes), grouped_project(rows, up, group_sizes), limit)
+    return grouped_project(hide_unused(h, group_sizes), down, group_sizes)
 
 
 def exchanged(
@@ -211,27 +217,18 @@ def exchanged(
 
 
 def grouped_project(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Rows [R, X] sorted by expert times each one's weights [E, X, ...], and the adapters' part -> [R, ...]."""
-
-    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-        y = lax.ragged_dot(x, weight.reshape(*weight.shape[:2], -1), group_sizes)
-        return y.reshape(-1, *weight.shape[2:])
-
+    """Rows [R, X] sorted by expert times each one's weights [E, X, Y], and the adapters' part -> [R, Y]."""
     if not isinstance(w, Adapted):
-        return product(rows, w)
-    u = hide_unused(product(drop(rows, w), w.a.astype(rows.dtype)), group_sizes)
-    b = w.b.astype(rows.dtype)
-    if b.ndim == 3:
-        low = product(u, b)
-    else:  # gate and up, side by side
-        low = jnp.stack([product(u[:, g], b[:, g]) for g in range(b.shape[1])], axis=1)
-    return product(rows, w.base) + (w.scale * low).astype(rows.dtype)
+        return lax.ragged_dot(rows, w, group_sizes)
+    u = hide_unused(lax.ragged_dot(drop(rows, w), w.a.astype(rows.dtype), group_sizes), group_sizes)
+    low = lax.ragged_dot(u, w.b.astype(rows.dtype), group_sizes)
+    return lax.ragged_dot(rows, w.base, group_sizes) + (w.scale * low).astype(rows.dtype)
 
 
 def hide_unused(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Zero the rows past the last group, which nobody wrote; their cotangents too."""
     used = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
-    return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
+    return jnp.where(used[:, None], rows, 0)
 
 
 class MoE(struct.PyTreeNode):
