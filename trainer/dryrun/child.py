@@ -9,17 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from trainer.config import Config, load
+from trainer.dryrun.allocation import temporary_bytes
 from trainer.dryrun.analysis import Overflow, analyse, read_overflow
 from trainer.dryrun.changes import Step, changes
 from trainer.dryrun.memory import ArgumentBytes, argument_bytes
-from trainer.dryrun.process import CONFIG_FILE, RESULT_FILE, STAGE_FILE
+from trainer.dryrun.process import CONFIG_FILE, DUMP, RESULT_FILE, STAGE_FILE
 from trainer.dryrun.target import cache_folder, cached_programs, overflow_message, target_devices, versions
 from trainer.memory import program_memory
 from trainer.mesh import make_mesh, placement
@@ -31,8 +32,9 @@ from trainer.topology import CPU
 Stage = Callable[[str], object]
 
 
-def dry_run(config: Config, stage: Stage) -> dict[str, Any]:
-    """Compile the step that `train` runs, and everything there is to say about it, as JSON has it."""
+def dry_run(config: Config, stage: Stage, dump: Path) -> dict[str, Any]:
+    """Compile the step that `train` runs, and everything there is to say about it, as JSON has it. `dump`: where the
+    compiler leaves its own accounts."""
     stage("describing the devices")
     degrees, devices = resolve_degrees(config), target_devices(config)
     mesh = make_mesh(degrees, devices, split_physical_axes=config.allow_split_physical_axes)
@@ -71,15 +73,22 @@ def dry_run(config: Config, stage: Stage) -> dict[str, Any]:
         "new_entries": sorted(cached_programs() - before),
     }
     stage("reading the program")
-    return facts | fits(program, compiled) | analyse(compiled.as_text() or "", traced.jaxpr.jaxpr, mesh, config, shape)
+    return (
+        facts
+        | fits(program, compiled, dump)
+        | analyse(compiled.as_text() or "", traced.jaxpr.jaxpr, mesh, config, shape)
+    )
 
 
-def fits(program: Program, compiled: Any) -> dict[str, Any]:
+def fits(program: Program, compiled: Any, dump: Path) -> dict[str, Any]:
     device = program.mesh.devices.flat[0]
     probe = read_overflow(overflow_message(device)) if device.platform == "tpu" else None
     memory = program_memory(compiled)
     if memory is None:
         raise RuntimeError(f"the compiler for {device.platform} does not say what its programs need")
+    allocated = temporary_bytes(dump)
+    if allocated is not None:
+        memory = replace(memory, temporaries=allocated)
     return {
         "fits": True,
         "limit_bytes": None if probe is None else probe.limit_bytes,
@@ -135,7 +144,7 @@ def main(folder: Path) -> None:
     config = load(folder / CONFIG_FILE).config
     if config.compile_topology == CPU:
         jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
-    result = dry_run(config, (folder / STAGE_FILE).write_text)
+    result = dry_run(config, (folder / STAGE_FILE).write_text, folder / DUMP)
     (folder / RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -20,13 +20,14 @@ import psutil
 
 from trainer.config import Config, to_yaml
 from trainer.console import gib
+from trainer.dryrun.allocation import DUMP_FLAG
 from trainer.dryrun.progress import Progress
 from trainer.errors import ConfigError, RunError
 from trainer.libtpu import VARIABLE, refused_flag
 from trainer.topology import CPU, find_slice
 
 # In the folder that a dry run and its compiler share.
-CONFIG_FILE, STAGE_FILE, RESULT_FILE, LOG_FILE = "config.yml", "stage", "result.json", "log"
+CONFIG_FILE, STAGE_FILE, RESULT_FILE, LOG_FILE, DUMP = "config.yml", "stage", "result.json", "log", "dump"
 
 _POLL_S = 0.2
 _LOG_LINES = 30  # of a failed compiler's log, where it left no traceback
@@ -56,13 +57,15 @@ def child_environment(config: Config, flags: str, folder: Path, environ: Mapping
     kept.pop(VARIABLE, None)
     package = str(Path(__file__).parents[2])
     kept["PYTHONPATH"] = os.pathsep.join([package, kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else [package])
-    kept |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    # The compiler works in many threads, and glibc keeps what each of them has freed in an arena of its own.
+    kept |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "MALLOC_ARENA_MAX": "2"}
     if config.compile_topology != CPU:
         kept |= {
             "TPU_ACCELERATOR_TYPE": find_slice(config.compile_topology).name,
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TPU_LOG_DIR": str(folder),
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock is the whole machine's, and no TPU is used here
+            "XLA_FLAGS": f"{kept['XLA_FLAGS'] if 'XLA_FLAGS' in kept else ''} {DUMP_FLAG}={folder / DUMP}".strip(),
         }
         if flags:
             kept[VARIABLE] = flags
