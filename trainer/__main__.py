@@ -92,6 +92,13 @@ def verify(folder: str, golden: str, overrides: Sequence[str]) -> int:
     return verify(folder, golden, overrides, write)
 
 
+def convert(form: str, arguments: Sequence[str]) -> int:
+    before_jax("cpu")  # imported for the shapes alone
+    from trainer.convert.command import convert
+
+    return convert(form, arguments, write)
+
+
 OVERRIDES = "[key=value ...]"
 
 COMMANDS = {
@@ -128,6 +135,17 @@ COMMANDS = {
         OVERRIDES,
         "Compare the model of a Hugging Face folder with golden numbers of an independent implementation.",
         ("tests/data/deepseek_v4_tiny tests/data/deepseek_v4_tiny/golden.npz",),
+    ),
+    "convert": Command(
+        convert,
+        ("from-hf|to-hf|lora-to-peft|merge",),
+        "SOURCE ... DEST",
+        "Weights from and to Hugging Face folders; adapters to PEFT, or folded into their base.",
+        (
+            "from-hf /data/DeepSeek-V4-Flash /data/flash-bf16",
+            "lora-to-peft runs/my_run my_adapter",
+            "merge /data/DeepSeek-V4-Flash runs/my_run /data/flash-tuned",
+        ),
     ),
 }
 

@@ -3,7 +3,6 @@
 Abstract trees carry real shardings: they are what the step is compiled for and what a checkpoint is restored into.
 """
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -58,7 +57,7 @@ def split_state(program: Program, params: Any) -> tuple[Any, Any]:
 def weights(program: Program, config: Config) -> Any:
     """The first weights, without adapters, shard by shard: from `load_parameters_path`, or drawn from `seed`."""
     if config.load_parameters_path:
-        return load(Path(config.load_parameters_path), program)
+        return load(config.load_parameters_path, program)
     spec = DeepSeekV4.spec(program.model)
     return initialize(spec, program.layout, program.mesh, program.weight_dtype, config.seed)
 

@@ -119,7 +119,7 @@ def golden_gradients(golden: dict[str, np.ndarray], program: Program) -> Iterato
             names = leaf.tensors(program.model, layer)
             if not tensors.keys() >= set(names):
                 continue
-            made = [leaf.source.convert(program.model, tensors[name]) for name in names]
+            made = [leaf.source.conversion.to_part(program.model, tensors[name]) for name in names]
             yield leaf.path, () if layer is None else (at,), np.stack(made) if leaf.source.per_expert else made[0]
 
 
@@ -138,7 +138,7 @@ def differences(config: Config, folder: Path, golden: dict[str, np.ndarray]) -> 
     degrees = resolve_degrees(config, config.num_cpu_devices)
     mesh = make_mesh(degrees)
     program = build_program(config, mesh)
-    params = load(folder, program)
+    params = load(str(folder), program)
     ids = golden["input_ids"]
     rows = round(config.per_device_batch_size * degrees.product)
     batch = golden_batch(ids, rows, config.max_target_length, program)

@@ -73,11 +73,8 @@ def dry_run(config: Config, stage: Stage, dump: Path) -> dict[str, Any]:
         "new_entries": sorted(cached_programs() - before),
     }
     stage("reading the program")
-    return (
-        facts
-        | fits(program, compiled, dump)
-        | analyse(compiled.as_text() or "", traced.jaxpr.jaxpr, mesh, config, shape)
-    )
+    facts |= fits(program, compiled, dump)
+    return facts | analyse(compiled.as_text() or "", traced.jaxpr.jaxpr, mesh, config, shape)
 
 
 def fits(program: Program, compiled: Any, dump: Path) -> dict[str, Any]:

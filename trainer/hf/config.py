@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from trainer.errors import ConfigError
 
 
-def model_values(folder: Path) -> dict[str, Any]:
+def model_values(folder: Path | epath.Path) -> dict[str, Any]:
     """config.json -> values for the `model.` keys. Reads the published spelling and the one `transformers` saves."""
     path = folder / "config.json"
     try:
@@ -49,7 +51,7 @@ def model_values(folder: Path) -> dict[str, Any]:
     return values | {"qk_rope_head_dim": rope_dim} | _layer_values(path, hf) | _rope_values(path, hf)
 
 
-def _refuse_unknown_architecture(path: Path, hf: Mapping[str, Any]) -> None:
+def _refuse_unknown_architecture(path: Any, hf: Mapping[str, Any]) -> None:
     if not isinstance(hf, dict) or hf.get("model_type", "deepseek_v4") != "deepseek_v4":
         raise ConfigError(f"{path}: not a DeepSeek-V4 config (model_type is not deepseek_v4)")
     only = {
@@ -66,7 +68,7 @@ def _refuse_unknown_architecture(path: Path, hf: Mapping[str, Any]) -> None:
             raise ConfigError(f"{path}: {key}={hf[key]!r} is not supported, only {value!r}")
 
 
-def _layer_values(path: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
+def _layer_values(path: Any, hf: Mapping[str, Any]) -> dict[str, Any]:
     """compress_ratios and the number of hash layers."""
     layers = hf.get("num_hidden_layers")
     if hf.get("layer_types") is not None:
@@ -97,7 +99,7 @@ def _layer_values(path: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"compress_ratios": ratios, "csa_compress_ratio": sparse, "first_num_hash_layers": num_hash}
 
 
-def _rope_values(path: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_values(path: Any, hf: Mapping[str, Any]) -> dict[str, Any]:
     """Bases and YaRN. Without rope_scaling YaRN is off, as in `transformers`."""
     nested = hf.get("rope_parameters") or {}
     yarn = nested.get("compress") or hf.get("rope_scaling") or {}

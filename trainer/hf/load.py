@@ -1,113 +1,93 @@
-"""The safetensors of a Hugging Face DeepSeek-V4 folder, checked as a whole and read shard by shard."""
+"""A model folder's weights, checked as a whole and read shard by shard.
 
-from contextlib import ExitStack
-from pathlib import Path
+A model folder holds a config.json and its weights in one of two forms: *.safetensors as published, quantised or not, or
+the arrays that `trainer convert from-hf` makes of them.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import NamedSharding
-from safetensors import SafetensorError, safe_open
 
 from trainer.errors import ConfigError
-from trainer.hf.names import Leaf, leaves, release_name
+from trainer.hf.arrays import converted, open_arrays
+from trainer.hf.files import TensorFiles
+from trainer.hf.names import Leaf, leaves
 from trainer.models.config import ModelConfig
 from trainer.models.deepseek_v4 import DeepSeekV4
 from trainer.params import dtype_of, is_param
 from trainer.step import Program
 
+SHOWN = 20  # faults
 
-class TensorFiles:
-    """The tensors of a folder's *.safetensors under their published names; opened lazily, read one at a time."""
-
-    DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": "bfloat16", "I64": np.int64, "I32": np.int32}
-
-    def __init__(self, folder: Path, stack: ExitStack):
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise ConfigError(f"{folder}: no *.safetensors file here")
-        self._slices: dict[str, Any] = {}
-        for path in paths:
-            try:
-                handle = stack.enter_context(safe_open(path, framework="numpy"))
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path}: cannot be read: {error}") from None
-            for name in handle.keys():
-                if not release_name(name).startswith("mtp."):
-                    self._slices[release_name(name)] = (path, handle, name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        path, handle, stored = self._slices[name]
-        view = handle.get_slice(stored)
-        if view.get_dtype() not in self.DTYPES:
-            raise ConfigError(
-                f"{path}: {stored} is stored as {view.get_dtype()}; only {', '.join(self.DTYPES)} are read"
-            )
-        return tuple(view.get_shape())
-
-    def read(self, name: str) -> np.ndarray:
-        _, handle, stored = self._slices[name]
-        return handle.get_tensor(stored)
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._slices)
+# (leaf, index: a slice per dim) -> the values there
+Read = Callable[[Leaf, Any], np.ndarray]
 
 
-def check_tensors(files: TensorFiles, wanted: list[Leaf], c: ModelConfig, folder: Path) -> None:
+def check_tensors(files: TensorFiles, wanted: list[Leaf], c: ModelConfig) -> None:
     """Every tensor is there, none is left over, and each has its shape; all faults in one message."""
     needed = {name for leaf in wanted for name in leaf.all_tensors(c)}
     faults = [f"missing: {name}" for name in sorted(needed - files.names)]
     faults += [f"unexpected: {name}" for name in sorted(files.names - needed)]
     for leaf in wanted:
-        for name in files.names.intersection(leaf.all_tensors(c)):
-            shape = files.shape(name)
+        for name in sorted(files.names.intersection(leaf.all_tensors(c))):
             try:
-                made = leaf.source.convert(c, np.broadcast_to(np.int8(0), shape)).shape
+                shape = files.shape(name)
+            except ConfigError as error:
+                faults.append(str(error))
+                continue
+            try:
+                made = leaf.source.conversion.to_part(c, np.broadcast_to(np.int8(0), shape)).shape
             except ValueError:
                 made = None
-            if made != leaf.tensor_shape:
+            if made != leaf.part_shape:
                 faults.append(f"wrong shape: {name} {shape}")
     if faults:
-        shown = "\n  ".join(faults[:20]) + (f"\n  and {len(faults) - 20} more" if len(faults) > 20 else "")
-        raise ConfigError(f"{folder} does not hold this model ({len(faults)} faults):\n  {shown}")
+        shown = "\n  ".join(faults[:SHOWN]) + (f"\n  and {len(faults) - SHOWN} more" if len(faults) > SHOWN else "")
+        raise ConfigError(f"{files.folder} does not hold this model ({len(faults)} faults):\n  {shown}")
 
 
-def read_shard(files: TensorFiles, leaf: Leaf, index: Any, c: ModelConfig, dtype: Any) -> np.ndarray:
-    """The values of one device's shard, reading only the layers and experts it holds."""
-    lead = [range(*s.indices(n)) for s, n in zip(index, leaf.param.shape, strict=True)]
-    layers = [leaf.layers[i] for i in lead.pop(0)] if leaf.layers else [None]
-    experts = lead.pop(0) if leaf.source.per_expert else [None]
-    inner = tuple(slice(r.start, r.stop) for r in lead)
-    parts = [
-        leaf.source.convert(c, files.read(leaf.tensor(layer, e)))[inner].astype(dtype)
-        for layer in layers
-        for e in experts
-    ]
-    return np.stack(parts).reshape([r.stop - r.start for r in _ranges(index, leaf.param.shape)])
+def read_files(files: TensorFiles, c: ModelConfig) -> Read:
+    """From safetensors, reading only the layers and experts of the index."""
+
+    def read(leaf: Leaf, index: Any) -> np.ndarray:
+        ranges = [range(*s.indices(n)) for s, n in zip(index, leaf.param.shape, strict=True)]
+        shape, lead = [len(r) for r in ranges], list(ranges)
+        layers = [leaf.layers[i] for i in lead.pop(0)] if leaf.layers else [None]
+        experts = lead.pop(0) if leaf.source.per_expert else [None]
+        inner = tuple(slice(r.start, r.stop) for r in lead)
+        tensors = [leaf.tensor(layer, e) for layer in layers for e in experts]
+        parts = [leaf.source.conversion.to_part(c, files.read(name))[inner] for name in tensors]
+        return np.stack(parts).reshape(shape)
+
+    return read
 
 
-def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[range]:
-    return [range(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
+def reader(folder: epath.Path, c: ModelConfig, wanted: list[Leaf]) -> Read:
+    """Of a model folder, checked to hold all of `wanted`. Raises ConfigError."""
+    if converted(folder):
+        return open_arrays(folder, wanted)
+    files = TensorFiles(folder)
+    check_tensors(files, wanted, c)
+    return read_files(files, c)
 
 
-def load(folder: Path, program: Program) -> DeepSeekV4:
-    """A folder's weights, without adapters, straight into their shards.
+def load(folder: str, program: Program) -> DeepSeekV4:
+    """A folder's weights, without adapters, straight into their shards: each process reads its own.
 
     Raises ConfigError before reading if anything does not fit."""
-    c = program.model
-    with ExitStack() as stack:
-        files = TensorFiles(folder, stack)
-        spec = DeepSeekV4.spec(c)
-        wanted = leaves(c, spec)
-        check_tensors(files, wanted, c, folder)
+    spec = DeepSeekV4.spec(program.model)
+    wanted = leaves(program.model, spec)
+    read = reader(epath.Path(folder), program.model, wanted)
 
-        def build(leaf: Leaf) -> jax.Array:
-            dtype = dtype_of(leaf.param, program.weight_dtype)
-            sharding = NamedSharding(program.mesh, program.layout.pspec(*leaf.param.dims))
-            return jax.make_array_from_callback(
-                leaf.param.shape, sharding, lambda index: read_shard(files, leaf, index, c, dtype)
-            )
+    def build(leaf: Leaf) -> jax.Array:
+        dtype = dtype_of(leaf.param, program.weight_dtype)
+        sharding = NamedSharding(program.mesh, program.layout.pspec(*leaf.param.dims))
+        return jax.make_array_from_callback(
+            leaf.param.shape, sharding, lambda index: read(leaf, index).astype(dtype, copy=False)
+        )
 
-        values = [build(leaf) for leaf in wanted]
-    return jax.tree.structure(spec, is_leaf=is_param).unflatten(values)
+    return jax.tree.structure(spec, is_leaf=is_param).unflatten([build(leaf) for leaf in wanted])

@@ -69,92 +69,102 @@ def split_experts(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """Between a published tensor and a parameter's part of one layer or expert; each is the other's inverse."""
+
+    to_part: Callable[[ModelConfig, np.ndarray], np.ndarray]
+    to_tensor: Callable[[ModelConfig, np.ndarray], np.ndarray]
+    rows_along: int | None = None  # the part's dim that the tensor's rows become, where some can be converted alone
+
+
+SAME = Conversion(lambda c, w: w, lambda c, w: w, rows_along=0)
+TRANSPOSE = Conversion(lambda c, w: w.T, lambda c, w: w.T, rows_along=1)
+# [M, N D] <-> [M, N, D]
+STREAMS = Conversion(
+    lambda c, w: w.reshape(len(w), c.mhc_expansion_rate, c.emb_dim), lambda c, w: w.reshape(len(w), -1)
+)
+# [H C, Q] <-> [Q, H, C]
+QUERY_HEADS = Conversion(
+    lambda c, w: w.T.reshape(-1, c.num_query_heads, c.head_dim), lambda c, w: w.reshape(len(w), -1).T
+)
+INDEXER_HEADS = Conversion(
+    lambda c, w: w.T.reshape(-1, c.indexer_n_heads, c.indexer_head_dim), lambda c, w: w.reshape(len(w), -1).T
+)
+
+
+def _heads_of_groups(c: ModelConfig, w: np.ndarray) -> np.ndarray:
+    grouped = w.reshape(c.o_groups, c.o_lora_rank, c.num_query_heads // c.o_groups, c.head_dim)
+    return grouped.transpose(0, 2, 3, 1).reshape(c.num_query_heads, c.head_dim, c.o_lora_rank)
+
+
+def _groups_of_heads(c: ModelConfig, w: np.ndarray) -> np.ndarray:
+    grouped = w.reshape(c.o_groups, c.num_query_heads // c.o_groups, c.head_dim, c.o_lora_rank)
+    return grouped.transpose(0, 3, 1, 2).reshape(c.o_groups * c.o_lora_rank, -1)
+
+
+# [G O, (H / G) C] <-> [H, C, O]
+GROUPED_OUTPUT = Conversion(_heads_of_groups, _groups_of_heads)
+
+
+@dataclass(frozen=True)
 class Source:
-    """How one parameter of one layer is made of a tensor. With `{e}` in the name, one expert's part of it."""
+    """The published tensor of one parameter of one layer. With `{e}` in the name, of one expert of it."""
 
     name: str
-    convert: Callable[[ModelConfig, np.ndarray], np.ndarray]
+    conversion: Conversion
 
     @property
     def per_expert(self) -> bool:
         return "{e}" in self.name
 
 
-def _same(c: ModelConfig, w: np.ndarray) -> np.ndarray:
-    return w
-
-
-def _transpose(c: ModelConfig, w: np.ndarray) -> np.ndarray:
-    return w.T
-
-
-def _streams(c: ModelConfig, w: np.ndarray) -> np.ndarray:
-    """[M, N D] -> [M, N, D]."""
-    return w.reshape(len(w), c.mhc_expansion_rate, c.emb_dim)
-
-
-def _query_heads(c: ModelConfig, w: np.ndarray) -> np.ndarray:
-    """[H C, Q] -> [Q, H, C]."""
-    return w.T.reshape(-1, c.num_query_heads, c.head_dim)
-
-
-def _indexer_heads(c: ModelConfig, w: np.ndarray) -> np.ndarray:
-    return w.T.reshape(-1, c.indexer_n_heads, c.indexer_head_dim)
-
-
-def _grouped_output(c: ModelConfig, w: np.ndarray) -> np.ndarray:
-    """[G O, (H / G) C] -> [H, C, O]."""
-    grouped = w.reshape(c.o_groups, c.o_lora_rank, c.num_query_heads // c.o_groups, c.head_dim)
-    return grouped.transpose(0, 2, 3, 1).reshape(c.num_query_heads, c.head_dim, c.o_lora_rank)
-
-
 def _connection(path: str, name: str) -> dict[str, Source]:
-    convert = {"fn": _streams, "base": _same, "scale": _same}
-    return {f"{path}/{leaf}": Source(f"{name}_{leaf}", fn) for leaf, fn in convert.items()}
+    conversions = {"fn": STREAMS, "base": SAME, "scale": SAME}
+    return {f"{path}/{leaf}": Source(f"{name}_{leaf}", conversion) for leaf, conversion in conversions.items()}
 
 
 def _compressor(path: str, name: str) -> dict[str, Source]:
     return {
-        f"{path}/wkv": Source(f"{name}.wkv.weight", _transpose),
-        f"{path}/wgate": Source(f"{name}.wgate.weight", _transpose),
-        f"{path}/position_bias": Source(f"{name}.ape", _same),
-        f"{path}/norm": Source(f"{name}.norm.weight", _same),
+        f"{path}/wkv": Source(f"{name}.wkv.weight", TRANSPOSE),
+        f"{path}/wgate": Source(f"{name}.wgate.weight", TRANSPOSE),
+        f"{path}/position_bias": Source(f"{name}.ape", SAME),
+        f"{path}/norm": Source(f"{name}.norm.weight", SAME),
     }
 
 
 GLOBALS = {
-    "embedding": Source("embed.weight", _same),
-    "norm": Source("norm.weight", _same),
-    "head": Source("head.weight", _transpose),
+    "embedding": Source("embed.weight", SAME),
+    "norm": Source("norm.weight", SAME),
+    "head": Source("head.weight", TRANSPOSE),
     **_connection("head_connection", "hc_head"),
 }
 
 LAYER = {
-    "attention_norm": Source("attn_norm.weight", _same),
-    "moe_norm": Source("ffn_norm.weight", _same),
+    "attention_norm": Source("attn_norm.weight", SAME),
+    "moe_norm": Source("ffn_norm.weight", SAME),
     **_connection("attention_connection", "hc_attn"),
     **_connection("moe_connection", "hc_ffn"),
-    "attention/wq_a": Source("attn.wq_a.weight", _transpose),
-    "attention/q_norm": Source("attn.q_norm.weight", _same),
-    "attention/wq_b": Source("attn.wq_b.weight", _query_heads),
-    "attention/wkv": Source("attn.wkv.weight", _transpose),
-    "attention/kv_norm": Source("attn.kv_norm.weight", _same),
-    "attention/sinks": Source("attn.attn_sink", _same),
-    "attention/wo_a": Source("attn.wo_a.weight", _grouped_output),
-    "attention/wo_b": Source("attn.wo_b.weight", _transpose),
+    "attention/wq_a": Source("attn.wq_a.weight", TRANSPOSE),
+    "attention/q_norm": Source("attn.q_norm.weight", SAME),
+    "attention/wq_b": Source("attn.wq_b.weight", QUERY_HEADS),
+    "attention/wkv": Source("attn.wkv.weight", TRANSPOSE),
+    "attention/kv_norm": Source("attn.kv_norm.weight", SAME),
+    "attention/sinks": Source("attn.attn_sink", SAME),
+    "attention/wo_a": Source("attn.wo_a.weight", GROUPED_OUTPUT),
+    "attention/wo_b": Source("attn.wo_b.weight", TRANSPOSE),
     **_compressor("attention/compressor", "attn.compressor"),
-    "attention/indexer/wq_b": Source("attn.indexer.wq_b.weight", _indexer_heads),
-    "attention/indexer/weights_proj": Source("attn.indexer.weights_proj.weight", _transpose),
+    "attention/indexer/wq_b": Source("attn.indexer.wq_b.weight", INDEXER_HEADS),
+    "attention/indexer/weights_proj": Source("attn.indexer.weights_proj.weight", TRANSPOSE),
     **_compressor("attention/indexer/compressor", "attn.indexer.compressor"),
-    "moe/routed/router": Source("ffn.gate.weight", _transpose),
-    "moe/routed/bias": Source("ffn.gate.bias", _same),
-    "moe/routed/tid2eid": Source("ffn.gate.tid2eid", _transpose),
-    "moe/routed/gate": Source("ffn.experts.{e}.w1.weight", _transpose),
-    "moe/routed/up": Source("ffn.experts.{e}.w3.weight", _transpose),
-    "moe/routed/down": Source("ffn.experts.{e}.w2.weight", _transpose),
-    "moe/shared/gate": Source("ffn.shared_experts.w1.weight", _transpose),
-    "moe/shared/up": Source("ffn.shared_experts.w3.weight", _transpose),
-    "moe/shared/down": Source("ffn.shared_experts.w2.weight", _transpose),
+    "moe/routed/router": Source("ffn.gate.weight", TRANSPOSE),
+    "moe/routed/bias": Source("ffn.gate.bias", SAME),
+    "moe/routed/tid2eid": Source("ffn.gate.tid2eid", TRANSPOSE),
+    "moe/routed/gate": Source("ffn.experts.{e}.w1.weight", TRANSPOSE),
+    "moe/routed/up": Source("ffn.experts.{e}.w3.weight", TRANSPOSE),
+    "moe/routed/down": Source("ffn.experts.{e}.w2.weight", TRANSPOSE),
+    "moe/shared/gate": Source("ffn.shared_experts.w1.weight", TRANSPOSE),
+    "moe/shared/up": Source("ffn.shared_experts.w3.weight", TRANSPOSE),
+    "moe/shared/down": Source("ffn.shared_experts.w2.weight", TRANSPOSE),
 }
 
 
@@ -180,12 +190,12 @@ class Leaf:
         return [name for layer in self.layers or [None] for name in self.tensors(c, layer)]
 
     @property
-    def tensor_shape(self) -> tuple[int, ...]:
+    def part_shape(self) -> tuple[int, ...]:
         return self.param.shape[(1 if self.layers else 0) + (1 if self.source.per_expert else 0) :]
 
 
-def leaves(c: ModelConfig, spec: DeepSeekV4) -> list[Leaf]:
-    """Every parameter of the model, in the tree's order."""
+def stacked_layers(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Where layers lie in the tree, such as `segments/2/0/` -> the decoder layers stacked there, in order."""
     numbers: dict[str, tuple[int, ...]] = {}
     first = 0
     for i, segment in enumerate(segments(layer_kinds(c))):
@@ -193,6 +203,12 @@ def leaves(c: ModelConfig, spec: DeepSeekV4) -> list[Leaf]:
         for j in range(size):
             numbers[f"segments/{i}/{j}/"] = tuple(first + r * size + j for r in range(segment.repeats))
         first += size * segment.repeats
+    return numbers
+
+
+def leaves(c: ModelConfig, spec: DeepSeekV4) -> list[Leaf]:
+    """Every parameter of the model, in the tree's order."""
+    numbers = stacked_layers(c)
     found = []
     for path, leaf in named_leaves(spec):
         prefix = next((p for p in numbers if path.startswith(p)), "")

@@ -1,0 +1,124 @@
+"""Arrays of an orbax checkpoint, read and written in parts by tensorstore, so that no whole model is ever in memory.
+
+`trainer convert from-hf` writes a folder that orbax restores as a tree of `DeepSeekV4` (one zarr array per parameter)
+and that is a model folder of this project's too: config.json comes last, and without it the folder is unfinished.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from trainer.errors import ConfigError
+from trainer.hf.names import Leaf
+
+ARRAYS = "weights"  # the orbax checkpoint in a model folder
+PROGRESS = "progress.json"  # there while a conversion is not finished
+CONFIG = "config.json"
+NAMES = "names.json"  # published names -> those of the files it was made from
+
+
+def converted(folder: epath.Path) -> bool:
+    """Whether a model folder has its weights as arrays. Raises ConfigError where its conversion never finished."""
+    if (folder / PROGRESS).exists():
+        raise ConfigError(f"{folder}: its conversion is not finished; run the same `convert from-hf` again to continue")
+    return (folder / ARRAYS).exists()
+
+
+def _url(path: epath.Path) -> str:
+    return f"{path}/" if "://" in str(path) else f"file://{Path(str(path)).absolute()}/"
+
+
+def _spec(root: epath.Path, path: str) -> dict[str, Any]:
+    """One array of an orbax checkpoint: a folder of its own, or a part of one store of all (OCDBT)."""
+    name = path.replace("/", ".")
+    if (root / "manifest.ocdbt").exists():
+        return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": _url(root), "path": f"{name}/"}}
+    return {"driver": "zarr", "kvstore": _url(root / name)}
+
+
+def create(root: epath.Path, leaf: Leaf, dtype: np.dtype) -> Any:
+    """The array of one parameter, empty or as far as it was written. Chunks are one layer's, and one expert's."""
+    shape = leaf.param.shape
+    whole = leaf.part_shape
+    chunk = [1] * (len(shape) - len(whole)) + [_chunk_rows(whole, dtype), *whole[1:]]
+    spec = _spec(root, leaf.path) | {
+        "metadata": {"shape": shape, "chunks": chunk, "dtype": dtype_name(dtype), "compressor": None},
+        "dtype": dtype.name,
+    }
+    return ts.open(spec, create=True, open=True).result()
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """As zarr writes it."""
+    return "bfloat16" if dtype.name == "bfloat16" else dtype.str
+
+
+CHUNK_BYTES = 2**26
+
+
+def _chunk_rows(shape: Sequence[int], dtype: np.dtype) -> int:
+    """First dim of a chunk of some CHUNK_BYTES at most."""
+    row = int(np.prod(shape[1:])) * dtype.itemsize
+    return max(1, min(shape[0], CHUNK_BYTES // max(row, 1)))
+
+
+def open_array(root: epath.Path, path: str) -> Any:
+    """One parameter's array. Raises ConfigError where it isn't there or cannot be read."""
+    try:
+        return ts.open(_spec(root, path), open=True, read=True).result()
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{root}: {path} cannot be read: {_first_line(error)}") from None
+
+
+def open_arrays(folder: epath.Path, wanted: list[Leaf]) -> Any:
+    """`load.Read` of a converted folder. Raises ConfigError where its arrays are not those of `wanted`."""
+    root = folder / ARRAYS
+    arrays = {leaf.path: open_array(root, leaf.path) for leaf in wanted}
+    faults = [
+        f"{leaf.path} is {list(arrays[leaf.path].shape)} and not {list(leaf.param.shape)}"
+        for leaf in wanted
+        if tuple(arrays[leaf.path].shape) != leaf.param.shape
+    ]
+    if faults:
+        raise ConfigError(f"{folder} holds another model: {'; '.join(faults[:5])}")
+
+    def read(leaf: Leaf, index: Any) -> np.ndarray:
+        return arrays[leaf.path][tuple(index)].read().result()
+
+    return read
+
+
+def write_metadata(root: epath.Path, wanted: list[Leaf]) -> None:
+    """What orbax wants to know of a checkpoint's tree. Its own writer makes it only of arrays that are in memory."""
+    tree = {}
+    for leaf in wanted:
+        keys = [{"key": key, "key_type": 1 if key.isdigit() else 2} for key in leaf.path.split("/")]
+        value = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(leaf.param.shape)}
+        tree[str(tuple(leaf.path.split("/")))] = {"key_metadata": keys, "value_metadata": value}
+    metadata = {"tree_metadata": tree, "use_ocdbt": False, "use_zarr3": False, "custom_metadata": None,
+                "store_array_data_equal_to_fill_value": True}  # fmt: skip
+    (root / "_METADATA").write_text(json.dumps(metadata))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def newest_state(run: epath.Path) -> epath.Path:
+    """The train state of a run folder's newest complete checkpoint. Raises ConfigError where there is none."""
+    steps = [path for path in (run / "checkpoints").glob("*") if path.name.isdigit()]
+    if not steps:
+        raise ConfigError(f"{run}: has no checkpoint")
+    return max(steps, key=lambda path: int(path.name)) / "state"
+
+
+def copy_beside(source: epath.Path, target: epath.Path) -> None:
+    """What else of a model folder its users need."""
+    for pattern in ("tokenizer*.json", "generation_config.json", "special_tokens_map.json", "*.jinja"):
+        for path in source.glob(pattern):
+            path.copy(target / path.name, overwrite=True)
