@@ -45,7 +45,7 @@ def equal(a, b):
 
 
 def test_shards_are_those_of_the_whole():
-    assert equal(load(TINY, program()), load(TINY, program(fsdp=2, expert=2, tensor=2)))
+    assert equal(load(str(TINY), program()), load(str(TINY), program(fsdp=2, expert=2, tensor=2)))
 
 
 def test_the_published_names_are_read_as_well(folder):
@@ -54,7 +54,7 @@ def test_the_published_names_are_read_as_well(folder):
             tensors[release_name(name)] = tensors.pop(name)
 
     change(folder, rename)
-    assert equal(load(TINY, program()), load(folder, program(folder)))
+    assert equal(load(str(TINY), program()), load(str(folder), program(folder)))
 
 
 def test_tensors_may_lie_in_several_files(folder):
@@ -63,11 +63,11 @@ def test_tensors_may_lie_in_several_files(folder):
     names = sorted(tensors)
     save_file({n: tensors[n] for n in names[::2]}, folder / "model-00001-of-00002.safetensors")
     save_file({n: tensors[n] for n in names[1::2]}, folder / "model-00002-of-00002.safetensors")
-    assert equal(load(TINY, program()), load(folder, program(folder)))
+    assert equal(load(str(TINY), program()), load(str(folder), program(folder)))
 
 
 def test_tables_stay_integers_whatever_the_weights_are():
-    tables = [leaf for name, leaf in named_leaves(load(TINY, program())) if name.endswith("tid2eid")]
+    tables = [leaf for name, leaf in named_leaves(load(str(TINY), program())) if name.endswith("tid2eid")]
     assert tables and all(t.dtype == np.int32 for t in tables)
 
 
@@ -83,14 +83,14 @@ def test_tables_stay_integers_whatever_the_weights_are():
 def test_faults_are_listed(folder, fault, message):
     change(folder, fault)
     with pytest.raises(ConfigError, match=message):
-        load(folder, program(folder))
+        load(str(folder), program(folder))
 
 
 def test_a_file_cut_short_is_named(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read"):
-        load(folder, program(folder))
+        load(str(folder), program(folder))
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,7 @@ def prepare(source: str, dest: str, overrides: Sequence[str]) -> Job:
     resolved = from_values({"model": model_values(folder)}, overrides, source)
     changed = [key for key, origin in resolved.origins.items() if origin == "command line" and key != "weight_dtype"]
     if changed:
-        raise ConfigError(
-            f"convert from-hf takes weight_dtype=... and nothing else; {changed[0]} is not a checkpoint's"
-        )
+        raise ConfigError(f"convert from-hf takes weight_dtype=... alone; {changed[0]} is not a checkpoint's")
     asked = resolved.origins["weight_dtype"] != DEFAULT
     weight_dtype = DTYPES[resolved.config.weight_dtype] if asked else None
     c = resolved.config.model
@@ -139,7 +137,7 @@ def from_hf(source: str, dest: str, overrides: Sequence[str], write: Callable[[s
     rate = Rate(job.num_bytes, write)
     try:
         convert(job, done, rate)
-        write_metadata(target / ARRAYS, job.wanted)
+        write_metadata(target / ARRAYS, DeepSeekV4.spec(job.model))
         finish(job)
     except (OSError, ValueError) as error:  # tensorstore raises ValueError for what it cannot write
         reason = str(error).splitlines()[0]

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
 from trainer.errors import ConfigError
 from trainer.hf.names import Leaf
+from trainer.params import is_param
 
 ARRAYS = "weights"  # the orbax checkpoint in a model folder
 PROGRESS = "progress.json"  # there while a conversion is not finished
@@ -93,13 +95,17 @@ def open_arrays(folder: epath.Path, wanted: list[Leaf]) -> Any:
     return read
 
 
-def write_metadata(root: epath.Path, wanted: list[Leaf]) -> None:
+def write_metadata(root: epath.Path, spec: Any) -> None:
     """What orbax wants to know of a checkpoint's tree. Its own writer makes it only of arrays that are in memory."""
     tree = {}
-    for leaf in wanted:
-        keys = [{"key": key, "key_type": 1 if key.isdigit() else 2} for key in leaf.path.split("/")]
-        value = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(leaf.param.shape)}
-        tree[str(tuple(leaf.path.split("/")))] = {"key_metadata": keys, "value_metadata": value}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=lambda x: x is None or is_param(x))
+    for path, leaf in leaves:
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        keys = [{"key": name, "key_type": 1 if name.isdigit() else 2} for name in names]
+        value: dict[str, Any] = {"value_type": "None", "skip_deserialize": True}
+        if leaf is not None:
+            value = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(leaf.shape)}
+        tree[str(tuple(names))] = {"key_metadata": keys, "value_metadata": value}
     metadata = {"tree_metadata": tree, "use_ocdbt": False, "use_zarr3": False, "custom_metadata": None,
                 "store_array_data_equal_to_fill_value": True}  # fmt: skip
     (root / "_METADATA").write_text(json.dumps(metadata))

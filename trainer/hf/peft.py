@@ -62,17 +62,6 @@ def to_matrices(path: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np
     return np.swapaxes(a, -1, -2), np.swapaxes(b, -1, -2)
 
 
-def of_matrices(path: str, lora_a: np.ndarray, lora_b: np.ndarray, c: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Inverse of `to_matrices`."""
-    if path == "attention/wo_a":
-        per_group = c.num_query_heads // c.o_groups
-        b = lora_b.reshape(c.o_groups, c.o_lora_rank, -1).transpose(0, 2, 1)
-        return lora_a.T.reshape(per_group, c.head_dim, -1), b
-    if path == "attention/wq_b":
-        return lora_a.T, lora_b.T.reshape(-1, c.num_query_heads, c.head_dim)
-    return np.swapaxes(lora_a, -1, -2), np.swapaxes(lora_b, -1, -2)
-
-
 def adapted_leaves(spec: DeepSeekV4, c: ModelConfig) -> list[tuple[str, tuple[int, ...], str, Adapted]]:
     """(path in the tree, the layers stacked there, path within a layer, node) of every adapter."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=lambda x: is_adapted(x))
@@ -135,7 +124,7 @@ def save(adapter: Adapter, folder: epath.Path, base: str, dropout: float) -> Non
 
 
 def read_adapter(folder: epath.Path) -> Adapter:
-    """A PEFT folder. Raises ConfigError for what is missing, of another kind, or of modules this model does not have."""
+    """A PEFT folder. Raises ConfigError for what is missing, of another kind, or of other modules than this model's."""
     path = folder / CONFIG
     try:
         config: dict[str, Any] = json.loads(path.read_text())
@@ -165,33 +154,3 @@ def read_adapter(folder: epath.Path) -> Adapter:
     if stored:
         raise ConfigError(f"{folder / TENSORS}: {sorted(stored)[0]} is no part of an adapter of this model")
     return Adapter(rank, alpha / rank, matrices)
-
-
-def load(folder: str, config: Config, spec: DeepSeekV4) -> dict[str, np.ndarray]:
-    """A PEFT folder as the adapter that this run trains: arrays by their path in the tree.
-
-    Raises ConfigError where rank, scale or the adapted modules are others.
-    """
-    adapter, lora = read_adapter(epath.Path(folder)), lora_of(config)
-    if lora is None or (adapter.rank, adapter.scale) != (lora.rank, lora.scale):
-        raise ConfigError(
-            f"init_adapter_path={folder} has rank {adapter.rank} and alpha {adapter.rank * adapter.scale:g}; set "
-            f"lora_rank={adapter.rank} lora_alpha={adapter.rank * adapter.scale:g}"
-        )
-    wanted = {(layer, within) for _, layers, within, _ in adapted_leaves(spec, config.model) for layer in layers}
-    for what, keys in (("lacks", wanted - adapter.matrices.keys()), ("also has", adapter.matrices.keys() - wanted)):
-        if keys:
-            shown = ", ".join(f"layer {layer} {path}" for layer, path in sorted(keys)[:5])
-            raise ConfigError(
-                f"init_adapter_path={folder} {what} {shown}; lora_targets has to be what it was trained with"
-            )
-    arrays = {}
-    for path, layers, within, node in adapted_leaves(spec, config.model):
-        pairs = [of_matrices(within, *adapter.matrices[layer, within], config.model) for layer in layers]
-        for name, stacked, param in (("a", [a for a, _ in pairs], node.a), ("b", [b for _, b in pairs], node.b)):
-            if np.shape(stacked) != param.shape:
-                raise ConfigError(
-                    f"init_adapter_path={folder}: {path}/{name} is {np.shape(stacked)}, not {param.shape}"
-                )
-            arrays[f"{path}/{name}"] = np.stack(stacked)
-    return arrays
