@@ -29,7 +29,7 @@ lint: setup
 	@.venv/bin/python -m ruff format --check --quiet
 	@.venv/bin/python -m pyright
 
-# The dry run of the pod: the step of 128 chips, compiled on this machine. About 15 GB of memory and a quarter of an hour.
+# The dry run of the pod: the step of 128 chips, compiled on this machine. About 12 GiB of memory and 10 minutes.
 pod: $(compiler)
 	@.venv/bin/python -m trainer compile configs/v6e128_flash_lora_seq16384.yml
 
