@@ -18,6 +18,7 @@ from steps import config_of
 from test_hf import TINY, equal, program
 from trainer.convert import from_hf as from_hf_module
 from trainer.convert.adapter import folded, merge
+from trainer.convert.command import convert
 from trainer.convert.from_hf import from_hf
 from trainer.convert.to_hf import of_model_folder, to_hf
 from trainer.errors import ConfigError, RunError
@@ -248,3 +249,19 @@ def test_a_runs_adapter_adds_to_the_published_tensors_what_it_adds_to_the_weight
             assert np.allclose(to_part(c, after[key]) - to_part(c, before[key]), products[leaf.path][at], atol=1e-5)
             checked += 1
     assert checked == 8 * c.num_layers
+
+
+@pytest.mark.parametrize(
+    ("form", "arguments", "message"),
+    [
+        ("from-hff", ["a", "b"], "did you mean from-hf"),
+        ("merge", ["a", "b"], "convert merge needs DEST"),
+        ("to-hf", ["a", "b", "x=1"], "does not take 'x=1'"),
+        ("from-hf", [str(TINY), "b", "steps=3"], "steps is not a checkpoint's"),
+        ("from-hf", ["/nowhere", "b"], "config.json: no such file"),
+        ("to-hf", ["/nowhere", "b"], "neither a run"),
+    ],
+)
+def test_a_command_that_is_wrong_says_how(form, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        convert(form, arguments, SILENT)

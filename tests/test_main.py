@@ -17,6 +17,7 @@ from runs import MODEL, rows_of
 from trainer import __main__ as cli
 from trainer import verify
 from trainer.config import load
+from trainer.convert.command import ARGUMENTS
 from trainer.devices import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from trainer.errors import ConfigError, RunError
 
@@ -91,6 +92,9 @@ def test_examples_of_help_are_right():
     for name, command in cli.COMMANDS.items():
         for example in command.examples:
             words = shlex.split(example)
+            if name == "convert":
+                assert len(words) == 1 + len(ARGUMENTS[words[0]])
+                continue
             needed = words[: len(command.needed)]
             assert all((ROOT / path).exists() for path in needed), (name, example)
             if name != "verify":
