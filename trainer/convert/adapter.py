@@ -31,6 +31,12 @@ def lora_to_peft(source: str, dest: str, write: Callable[[str], None]) -> int:
     except OSError as error:
         raise RunError(f"{target}: writing failed: {error}") from error
     write(f"{target}: rank {adapter.rank}, scale {adapter.scale:g}, {len(adapter.matrices)} modules")
+    if any(path == "attention/wo_a" for _, path in adapter.matrices):
+        # PEFT adds lora_B(lora_A(x)) to the layer's output, and a grouped layer's has one group's width, not all's.
+        write(
+            "o_a_proj is a grouped layer, which PEFT runs with an adapter only once it is folded in: call "
+            "merge_and_unload() after loading, or leave attention/wo_a out of lora_targets"
+        )
     return 0
 
 
