@@ -25,14 +25,15 @@ from trainer.errors import ConfigError, RunError
 from trainer.hf.files import TensorFiles
 from trainer.hf.load import load
 from trainer.hf.names import leaves, release_name
-from trainer.hf.peft import CONFIG, TENSORS, Adapter, of_arrays, read_adapter
+from trainer.hf.peft import CONFIG, TENSORS, Adapter, adapted_leaves, of_arrays, read_adapter
 from trainer.hf.peft import save as save_adapter
 from trainer.hf.quantized import fp4, fp8
 from trainer.models.config import ADAPTER_LETTERS
 from trainer.models.deepseek_v4 import DeepSeekV4
 from trainer.models.lora import is_adapted
 from trainer.params import abstract, initialize
-from trainer.step import lora_of
+from trainer.state import first_adapters
+from trainer.step import build_program, lora_of
 
 SILENT = lambda _: None  # noqa: E731
 
@@ -265,3 +266,49 @@ def test_a_runs_adapter_adds_to_the_published_tensors_what_it_adds_to_the_weight
 def test_a_command_that_is_wrong_says_how(form, arguments, message):
     with pytest.raises(ConfigError, match=message):
         convert(form, arguments, SILENT)
+
+
+def lora_config(*more):
+    targets = "lora_targets=[attention/wo_a,attention/wq_b,moe/shared/*]"
+    config = config_of("lora_rank=2", "lora_alpha=3", targets, *more)
+    return replace(config, model=program().model)
+
+
+def exported(folder):
+    """An adapter of all that `lora_config` trains, saved as PEFT has it -> its arrays by path in the tree."""
+    config, rng = lora_config(), np.random.default_rng(2)
+    spec = DeepSeekV4.spec(config.model, lora_of(config))
+    nodes = adapted_leaves(spec, config.model)
+    arrays = {
+        f"{path}/{side}": rng.standard_normal(getattr(node, side).shape).astype(np.float32)
+        for path, _, _, node in nodes
+        for side in "ab"
+    }
+    save_adapter(of_arrays(config, arrays.__getitem__), epath.Path(folder), "base", 0.0)
+    return arrays
+
+
+def test_a_run_starts_from_a_peft_adapter(tmp_path):
+    arrays = exported(tmp_path)
+    config = lora_config(f"init_adapter_path={tmp_path}", "num_cpu_devices=4", "ici_tensor_parallelism=4")
+    with jax.set_mesh(mesh_of(tensor=4)):
+        first = first_adapters(build_program(config, mesh_of(tensor=4)), config)
+    found = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in jax.tree.leaves_with_path(first)}
+    assert found.keys() == arrays.keys()
+    assert all(np.array_equal(found[name], arrays[name]) for name in arrays)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lora_rank=4", "has rank 2 and alpha 3; set lora_rank=2 lora_alpha=3"),
+        ("lora_alpha=4", "has rank 2 and alpha 3"),
+        ("lora_targets=[attention/wo_a,moe/shared/*]", "also has 6 modules"),
+        ("lora_targets=[attention/w*,moe/shared/*]", "lacks 18 modules"),
+    ],
+)
+def test_an_adapter_of_another_shape_is_refused(tmp_path, override, message):
+    exported(tmp_path)
+    config = lora_config(f"init_adapter_path={tmp_path}", override)
+    with pytest.raises(ConfigError, match=message):
+        first_adapters(build_program(config, mesh_of()), config)

@@ -173,7 +173,7 @@ sys.exit(cli.main(["config", "configs/cpu_smoke.yml"]))
     ],
 )
 def test_verify_shows_the_largest_and_ends_with_json(found, ok, code, capsys, monkeypatch):
-    monkeypatch.setattr(verify, "differences", lambda config, folder, golden: found)
+    monkeypatch.setattr(verify, "differences", lambda config, folder, golden: (found, {}))
     monkeypatch.setattr(verify, "find_devices", lambda config, say: None)
     tiny = ROOT / "tests" / "data" / "deepseek_v4_tiny"
     assert cli.main(["verify", str(tiny), str(tiny / "golden.npz")]) == code

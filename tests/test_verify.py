@@ -9,7 +9,7 @@ import pytest
 
 from trainer import verify as verify_module
 from trainer.errors import ConfigError
-from trainer.verify import TOLERANCE, difference, differences, read_golden, verify, verify_config
+from trainer.verify import TOLERANCE, closeness, difference, differences, read_golden, verify, verify_config
 
 TINY = Path("tests/data/deepseek_v4_tiny")
 ODD = Path("tests/data/deepseek_v4_odd")  # other stream and head counts, no multiple of a ratio long
@@ -27,7 +27,7 @@ ON = {
 def compare(folder, overrides):
     golden = read_golden(folder / "golden.npz")
     config = verify_config(folder, golden["input_ids"], overrides)
-    return differences(config, folder, golden)
+    return differences(config, folder, golden)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_every_form_of_attention_is_golden(attention, monkeypatch):
 
 def test_the_command_prints_the_worst_and_one_line_of_json(monkeypatch):
     monkeypatch.setattr(verify_module, "find_devices", lambda *_, **__: None)
-    monkeypatch.setattr(verify_module, "differences", lambda *_: {"logits": 1e-6, "loss": float("inf")})
+    monkeypatch.setattr(verify_module, "differences", lambda *_: ({"logits": 1e-6, "loss": float("inf")}, {}))
     lines: list[str] = []
     assert verify(str(TINY), str(TINY / "golden.npz"), [], lines.append) == 1
     assert json.loads(lines[-1]) == {"ok": False, "max_rel": {"logits": 1e-6, "loss": None}}
@@ -81,3 +81,11 @@ def test_what_is_no_golden_file_is_refused(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"golden\.npz"):
         read_golden(path)
+
+
+def test_closeness_is_the_divergence_of_next_token_distributions():
+    p, q = np.array([[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]]), np.array([[[0.25, 0.5, 0.25], [0.2, 0.7, 0.1]]])
+    found = closeness(np.log(q) + 5, np.log(p) - 7)  # logits have no scale of their own
+    assert found["kl"] == pytest.approx(np.sum(p * np.log(p / q)) / 2)
+    assert found["top1"] == 0.5
+    assert closeness(np.log(p), np.log(p)) == {"kl": pytest.approx(0, abs=1e-12), "top1": 1.0}

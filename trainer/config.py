@@ -108,6 +108,10 @@ class Config:
         "Type of the stored adapters. In bfloat16 small updates round to nothing.", "float32"
     )
 
+    init_adapter_path: str = documented(
+        "PEFT adapter folder to start the adapters from; empty: A random and B zero.", "", path_unless=("",)
+    )
+
     # Balance of the experts.
     load_balance_loss_weight: float = documented(
         "Weight of the balance loss per sequence; DeepSeek-V4 was pre-trained with 1e-4. 0 is off.", 0.0

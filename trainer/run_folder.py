@@ -24,6 +24,7 @@ FIXED_KEYS = (
     "tokenizer_path",
     "enable_data_shuffling",
     "load_parameters_path",
+    "init_adapter_path",
     "lora_rank",
     "lora_alpha",
     "lora_targets",

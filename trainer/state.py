@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trainer.config import Config
+from trainer.hf import peft
 from trainer.hf.load import load
 from trainer.models.deepseek_v4 import Batch, DeepSeekV4
 from trainer.models.lora import adapters_of, attach
@@ -71,8 +72,21 @@ def frozen_weights(program: Program, config: Config) -> Any:
 
 
 def first_adapters(program: Program, config: Config) -> Any:
+    """Drawn from `seed`, or those of `init_adapter_path`."""
     spec = adapters_of(program.spec)
-    return initialize(spec, program.layout, program.mesh, program.weight_dtype, config.seed)
+    drawn = initialize(spec, program.layout, program.mesh, program.weight_dtype, config.seed)
+    if not config.init_adapter_path:
+        return drawn
+    given = peft.load(config.init_adapter_path, config, program.spec)
+
+    def leaf(path: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name not in given:  # seeds of dropout
+            return x
+        values = given[name].astype(x.dtype)
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: values[index])
+
+    return jax.tree_util.tree_map_with_path(leaf, drawn)
 
 
 def first_state(program: Program, optimizer: optax.GradientTransformation, config: Config) -> TrainState:

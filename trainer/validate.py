@@ -194,6 +194,10 @@ def _check_data(config: Config) -> None:
 
 def _check_lora(config: Config) -> None:
     if not config.lora_rank:
+        if config.init_adapter_path:
+            raise ConfigError(
+                f"init_adapter_path={config.init_adapter_path} needs adapters to train; set lora_rank to its rank"
+            )
         return
     names = adaptable(config.model)
     if not config.lora_targets:

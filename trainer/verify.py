@@ -133,8 +133,23 @@ def difference(ours: np.ndarray, golden: np.ndarray) -> float:
     return relative if np.isfinite(relative) else float("inf")
 
 
-def differences(config: Config, folder: Path, golden: dict[str, np.ndarray]) -> dict[str, float]:
-    """Every golden array this model can answer -> how far it is off."""
+def closeness(ours: np.ndarray, golden: np.ndarray) -> dict[str, float]:
+    """Of logits [B, S, V]: mean KL divergence of our next-token distribution from the golden one, in nats, and the
+    part of tokens where both have the same most likely next one."""
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64) - x.max(axis=-1, keepdims=True)
+        return x - np.log(np.sum(np.exp(x), axis=-1, keepdims=True))
+
+    log_p, log_q = log_softmax(golden), log_softmax(ours)
+    kl = np.mean(np.sum(np.exp(log_p) * (log_p - log_q), axis=-1))
+    return {"kl": float(kl), "top1": float(np.mean(ours.argmax(axis=-1) == golden.argmax(axis=-1)))}
+
+
+def differences(
+    config: Config, folder: Path, golden: dict[str, np.ndarray]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Every golden array this model can answer -> how far it is off; and the `closeness` of logits, if it has some."""
     degrees = resolve_degrees(config, config.num_cpu_devices)
     mesh = make_mesh(degrees)
     program = build_program(config, mesh)
@@ -152,11 +167,14 @@ def differences(config: Config, folder: Path, golden: dict[str, np.ndarray]) -> 
     }
     if "loss" in golden:
         result["loss"] = difference(np.asarray(loss), golden["loss"])
+    close: dict[str, float] = {}
+    if "logits" in result and np.isfinite(result["logits"]):
+        close = closeness(np.asarray(ours["logits"])[: ids.shape[0], : ids.shape[1]], golden["logits"])
     leaves = dict(named_leaves(gradients))
     for path, index, reference in golden_gradients(golden, program):
         layer = f"[{index[0]}]" if index else ""
         result[f"grad/{path}{layer}"] = difference(np.asarray(leaves[path])[index], reference)
-    return result
+    return result, close
 
 
 def verify(folder: str, golden_path: str, overrides: Sequence[str], write: Callable[[str], None]) -> int:
@@ -165,15 +183,17 @@ def verify(folder: str, golden_path: str, overrides: Sequence[str], write: Calla
     config = verify_config(Path(folder), golden["input_ids"], overrides)
     validate(config)
     find_devices(config, say=lambda _: None)
-    max_rel = differences(config, Path(folder), golden)
+    max_rel, close = differences(config, Path(folder), golden)
     if not max_rel:
         raise ConfigError(f"{golden_path}: holds nothing to compare: no logits, loss, streams or grad/*")
     worst = sorted(max_rel, key=lambda name: -max_rel[name])
     write(f"{len(max_rel)} arrays compared; the largest differences, relative to each array's scale:")
     for name in worst[:SHOWN]:
         write(f"  {max_rel[name]:9.2e}  {name}")
+    if close:
+        write(f"logits: KL divergence {close['kl']:.3g} nats a token, same most likely token in {close['top1']:.2%}")
     ok = max_rel[worst[0]] <= TOLERANCE
     write(f"{'within' if ok else 'beyond'} the tolerance of {TOLERANCE:g}")
     finite = {name: value if np.isfinite(value) else None for name, value in max_rel.items()}
-    write(json.dumps({"ok": ok, "max_rel": finite}))
+    write(json.dumps({"ok": ok, "max_rel": finite} | close))
     return 0 if ok else 1

@@ -62,6 +62,17 @@ def to_matrices(path: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np
     return np.swapaxes(a, -1, -2), np.swapaxes(b, -1, -2)
 
 
+def of_matrices(path: str, lora_a: np.ndarray, lora_b: np.ndarray, c: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Inverse of `to_matrices`."""
+    if path == "attention/wo_a":
+        per_group = c.num_query_heads // c.o_groups
+        b = lora_b.reshape(c.o_groups, c.o_lora_rank, -1).transpose(0, 2, 1)
+        return lora_a.T.reshape(per_group, c.head_dim, -1), b
+    if path == "attention/wq_b":
+        return lora_a.T, lora_b.T.reshape(-1, c.num_query_heads, c.head_dim)
+    return lora_a.T, lora_b.T
+
+
 def adapted_leaves(spec: DeepSeekV4, c: ModelConfig) -> list[tuple[str, tuple[int, ...], str, Adapted]]:
     """(path in the tree, the layers stacked there, path within a layer, node) of every adapter."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=lambda x: is_adapted(x))
@@ -154,3 +165,36 @@ def read_adapter(folder: epath.Path) -> Adapter:
     if stored:
         raise ConfigError(f"{folder / TENSORS}: {sorted(stored)[0]} is no part of an adapter of this model")
     return Adapter(rank, alpha / rank, matrices)
+
+
+def load(folder: str, config: Config, spec: DeepSeekV4) -> dict[str, np.ndarray]:
+    """A PEFT folder as the adapter that this run trains: arrays by their path in the tree.
+
+    Raises ConfigError where rank, scale or the adapted modules are others.
+    """
+    adapter, lora, c = read_adapter(epath.Path(folder)), lora_of(config), config.model
+    where = f"init_adapter_path={folder}"
+    if lora is None or (adapter.rank, adapter.scale) != (lora.rank, lora.scale):
+        alpha = f"{adapter.rank * adapter.scale:g}"
+        raise ConfigError(
+            f"{where} has rank {adapter.rank} and alpha {alpha}; set lora_rank={adapter.rank} lora_alpha={alpha}"
+        )
+    nodes = adapted_leaves(spec, c)
+    wanted = {(layer, within) for _, layers, within, _ in nodes for layer in layers}
+    for what, keys in (("lacks", wanted - adapter.matrices.keys()), ("also has", adapter.matrices.keys() - wanted)):
+        if keys:
+            layer, path = min(keys)
+            raise ConfigError(
+                f"{where} {what} {len(keys)} modules of this run's {len(wanted)}, such as layer {layer}'s {path}; "
+                "lora_targets has to be what the adapter was trained with"
+            )
+    arrays = {}
+    for path, layers, within, node in nodes:
+        weight = node.base.shape
+        for layer in layers:
+            a, b = adapter.matrices[layer, within]
+            if a.size * len(layers) != np.prod(node.a.shape) or b.size * len(layers) != np.prod(node.b.shape):
+                raise ConfigError(f"{where}: layer {layer}'s {within} is {b.shape} {a.shape}, for a weight of {weight}")
+        pairs = [of_matrices(within, *adapter.matrices[layer, within], c) for layer in layers]
+        arrays[f"{path}/a"], arrays[f"{path}/b"] = (np.stack(side) for side in zip(*pairs, strict=True))
+    return arrays
