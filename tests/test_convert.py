@@ -22,6 +22,7 @@ from trainer.convert.command import convert
 from trainer.convert.from_hf import from_hf
 from trainer.convert.to_hf import of_model_folder, to_hf
 from trainer.errors import ConfigError, RunError
+from trainer.hf import arrays as arrays_module
 from trainer.hf.files import TensorFiles
 from trainer.hf.load import load
 from trainer.hf.names import leaves, release_name
@@ -312,3 +313,10 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path, override, message):
     config = lora_config(f"init_adapter_path={tmp_path}", override)
     with pytest.raises(ConfigError, match=message):
         first_adapters(build_program(config, mesh_of()), config)
+
+
+def test_large_tables_go_by_blocks_of_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrays_module, "BLOCK_NUMBERS", 100 * 64)  # 256 rows of 64: two whole blocks and a rest
+    from_hf(str(TINY), str(tmp_path / "arrays"), (), SILENT)
+    assert json.loads((tmp_path / "arrays/weights/head/.zarray").read_text())["chunks"] == [64, 100]
+    assert equal(load(str(TINY), program()), load(str(tmp_path / "arrays"), program()))

@@ -18,7 +18,7 @@ from etils import epath
 from trainer.config import DEFAULT, from_values
 from trainer.convert.progress import Rate
 from trainer.errors import ConfigError, RunError
-from trainer.hf.arrays import ARRAYS, CHUNK_BYTES, CONFIG, NAMES, PROGRESS, copy_beside, create, write_metadata
+from trainer.hf.arrays import ARRAYS, CONFIG, NAMES, PROGRESS, block_rows, copy_beside, create, write_metadata
 from trainer.hf.config import model_values
 from trainer.hf.files import TensorFiles
 from trainer.hf.load import check_tensors
@@ -27,7 +27,7 @@ from trainer.models.config import ModelConfig
 from trainer.models.deepseek_v4 import DeepSeekV4
 from trainer.step import DTYPES
 
-WORKERS = 4  # parts in the making at one time; each holds some CHUNK_BYTES a few times over
+WORKERS = 4  # parts in the making at one time; each holds some 50 MB a few times over
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,20 @@ class Part:
         return self.leaf.path if self.at is None else f"{self.leaf.path}[{self.at}]"
 
 
-def parts(files: TensorFiles, c: ModelConfig, wanted: list[Leaf]) -> Iterator[Part]:
+def parts(c: ModelConfig, wanted: list[Leaf]) -> Iterator[Part]:
     for leaf in wanted:
         for at in range(len(leaf.layers)) if leaf.layers else [None]:
             for expert in range(c.num_experts) if leaf.source.per_expert else [None]:
-                for rows in _row_blocks(files, leaf) if at is None else [None]:
+                for rows in _blocks(leaf):
                     yield Part(leaf, at, expert, rows)
 
 
-def _row_blocks(files: TensorFiles, leaf: Leaf) -> list[tuple[int, int] | None]:
-    """Large tensors of the whole model (the vocabulary's) in blocks of rows."""
-    name = leaf.tensor(None, None)
-    shape = files.shape(name)
-    if leaf.source.conversion.rows_along is None or int(np.prod(shape)) * 4 <= CHUNK_BYTES:
+def _blocks(leaf: Leaf) -> list[tuple[int, int] | None]:
+    step = block_rows(leaf)
+    if step is None:
         return [None]
-    step = max(1, CHUNK_BYTES // 4 // int(np.prod(shape[1:])))
-    return [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
+    num = leaf.part_shape[leaf.source.conversion.rows_along or 0]
+    return [(first, min(first + step, num)) for first in range(0, num, step)]
 
 
 def copy_part(part: Part, files: TensorFiles, c: ModelConfig, array: Any) -> int:
@@ -149,7 +147,7 @@ def from_hf(source: str, dest: str, overrides: Sequence[str], write: Callable[[s
 def convert(job: Job, done: list[str], rate: Rate) -> None:
     """Every part that is not done, several at a time."""
     arrays = {leaf.path: create(job.target / ARRAYS, leaf, job.dtypes[leaf.path]) for leaf in job.wanted}
-    todo = [part for part in parts(job.files, job.model, job.wanted) if part.group not in set(done)]
+    todo = [part for part in parts(job.model, job.wanted) if part.group not in set(done)]
     left = Counter(part.group for part in todo)
     pending: dict[Future[int], Part] = {}
 

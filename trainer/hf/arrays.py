@@ -5,7 +5,6 @@ and that is a model folder of this project's too: config.json comes last, and wi
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from trainer.params import is_param
 
 ARRAYS = "weights"  # the orbax checkpoint in a model folder
 PROGRESS = "progress.json"  # there while a conversion is not finished
+BLOCK_NUMBERS = 2**24  # of a table, converted at one time
+
 CONFIG = "config.json"
 NAMES = "names.json"  # published names -> those of the files it was made from
 
@@ -44,10 +45,13 @@ def _spec(root: epath.Path, path: str) -> dict[str, Any]:
 
 
 def create(root: epath.Path, leaf: Leaf, dtype: np.dtype) -> Any:
-    """The array of one parameter, empty or as far as it was written. Chunks are one layer's, and one expert's."""
-    shape = leaf.param.shape
-    whole = leaf.part_shape
-    chunk = [1] * (len(shape) - len(whole)) + [_chunk_rows(whole, dtype), *whole[1:]]
+    """The array of one parameter, empty or as far as it was written. A chunk is what is written at one time: one
+    layer's part, one expert's, or a block of a table's rows."""
+    shape, chunk = leaf.param.shape, list(leaf.part_shape)
+    rows = block_rows(leaf)
+    if rows is not None:
+        chunk[leaf.source.conversion.rows_along or 0] = rows
+    chunk = [1] * (len(shape) - len(chunk)) + chunk
     spec = _spec(root, leaf.path) | {
         "metadata": {"shape": shape, "chunks": chunk, "dtype": dtype_name(dtype), "compressor": None},
         "dtype": dtype.name,
@@ -60,13 +64,13 @@ def dtype_name(dtype: np.dtype) -> str:
     return "bfloat16" if dtype.name == "bfloat16" else dtype.str
 
 
-CHUNK_BYTES = 2**26
-
-
-def _chunk_rows(shape: Sequence[int], dtype: np.dtype) -> int:
-    """First dim of a chunk of some CHUNK_BYTES at most."""
-    row = int(np.prod(shape[1:])) * dtype.itemsize
-    return max(1, min(shape[0], CHUNK_BYTES // max(row, 1)))
+def block_rows(leaf: Leaf) -> int | None:
+    """Rows of the tensor converted at one time; None: all of them. Only the vocabulary's tables are so large."""
+    along = leaf.source.conversion.rows_along
+    if leaf.layers or along is None or len(leaf.part_shape) != 2:
+        return None
+    step = max(1, BLOCK_NUMBERS // leaf.part_shape[1 - along])
+    return step if step < leaf.part_shape[along] else None
 
 
 def open_array(root: epath.Path, path: str) -> Any:
