@@ -44,6 +44,17 @@ def train(path: str, overrides: Sequence[str]) -> int:
         return train(config, folder, stop)
 
 
+def evaluate(path: str, overrides: Sequence[str]) -> int:
+    config = load(path, overrides).config
+    validate(config)
+    validate_run(config)
+    before_jax(config.hardware, config.libtpu_init_args)
+    from trainer.evaluate import evaluate_run
+    from trainer.run_folder import existing_run
+
+    return evaluate_run(config, existing_run(config), write)
+
+
 def compile(path: str, arguments: Sequence[str]) -> int:
     vs = None
     rest = list(arguments)
@@ -111,6 +122,13 @@ COMMANDS = {
             "configs/cpu_smoke.yml",
             "configs/cpu_smoke.yml num_cpu_devices=8 ici_expert_parallelism=4 ici_tensor_parallelism=2",
         ),
+    ),
+    "eval": Command(
+        evaluate,
+        ("CONFIG.yml",),
+        OVERRIDES,
+        "Loss and perplexity on held-out data, of the run's newest checkpoint.",
+        ("configs/cpu_smoke.yml eval_dataset_path=data/python_reference.jsonl",),
     ),
     "compile": Command(
         compile,

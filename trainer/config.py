@@ -143,6 +143,15 @@ class Config:
     )
     enable_data_shuffling: bool = documented("Read the documents in a new order every epoch.", True)
 
+    # Evaluation.
+    eval_interval: int = documented("Steps from one evaluation on held-out data to the next; 0 is never.", 0)
+    eval_steps: int = documented("Most batches of one evaluation, each of one microbatch's size.", 10)
+    eval_dataset_path: list[str] = documented(
+        "Held-out files, as `dataset_path`. Synthetic data needs none: it is drawn from the next seed.",
+        [],
+        path_unless=(),
+    )
+
     # Checkpoints.
     enable_checkpointing: bool = documented("Save checkpoints, and resume from the last one.", True)
     checkpoint_period: int = documented("Steps from one checkpoint to the next; the last step is saved as well.", 100)

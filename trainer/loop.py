@@ -1,6 +1,7 @@
 """A training run, from a config to its last checkpoint."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from trainer.console import Output
 from trainer.data.loader import Loader, open_stream
 from trainer.devices import describe, find_devices
 from trainer.errors import RunError
+from trainer.evaluate import Evaluation
 from trainer.libtpu import VARIABLE
 from trainer.memory import program_memory
 from trainer.mesh import make_mesh, placement
@@ -38,6 +40,7 @@ class Run:
     folder: RunFolder
     out: Output
     stop: StopSignal
+    evaluation: Evaluation | None = None  # None: nothing is held out
 
 
 def train(config: Config, folder: RunFolder, stop: StopSignal) -> int:
@@ -69,10 +72,17 @@ def train(config: Config, folder: RunFolder, stop: StopSignal) -> int:
             loader = Loader(open_stream(config), shape, batch_sharding(program))
             if out.enabled:
                 folder.write_config(config)
+            evaluation = None
             try:
-                return start(Run(config, program, shape, loader, checkpoints, folder, out, stop), first)
+                if config.eval_interval:
+                    with out.phase("compile evaluation"):
+                        evaluation = Evaluation(config, degrees, mesh)
+                run = Run(config, program, shape, loader, checkpoints, folder, out, stop, evaluation)
+                return start(run, first)
             finally:
                 loader.close()
+                if evaluation is not None:
+                    evaluation.close()
         finally:
             if checkpoints is not None:
                 checkpoints.close()
@@ -164,9 +174,12 @@ def train_steps(run: Run, compiled: Any, weights: tuple[TrainState, Any], first:
                 reporter.step(*earlier)
             pending = [(step, metrics)]
             stopping = run.stop.agreed(step) and step < config.steps
-            if stopping or step == config.steps or step % config.checkpoint_period == 0:
-                reporter.step(step, metrics)  # a state is saved only once its step is known to be good
+            evaluate = evaluation_due(run, step, state, frozen)
+            saving = stopping or step == config.steps or step % config.checkpoint_period == 0
+            if saving or evaluate is not None:
+                reporter.step(step, metrics, evaluate)  # a state is saved only once its step is known to be good
                 pending = []
+            if saving:
                 with run.out.timed("checkpoints"):
                     save(run, state, step, last=stopping or step == config.steps)
                 reporter.clock.restart()
@@ -177,6 +190,19 @@ def train_steps(run: Run, compiled: Any, weights: tuple[TrainState, Any], first:
     for line in reporter.summary(run.folder):
         run.out.line(line)
     return 0
+
+
+def evaluation_due(run: Run, step: int, state: TrainState, frozen: Any) -> Callable[[], dict[str, Any]] | None:
+    """What evaluates the state after `step`, if that is to be done."""
+    evaluation, interval = run.evaluation, run.config.eval_interval
+    if evaluation is None or not interval or (step % interval and step != run.config.steps):
+        return None
+
+    def evaluate() -> dict[str, Any]:
+        with run.out.timed("evaluation"):
+            return evaluation(state.params, frozen)
+
+    return evaluate
 
 
 def save(run: Run, state: TrainState, step: int, *, last: bool) -> None:

@@ -1,6 +1,7 @@
 """What a run says of its steps: a line on the console, a line of metrics, and an end where they are no numbers."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,14 +47,24 @@ class Reporter:
         if self._log is not None:
             self._log.close()
 
-    def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """`step`: updates done, this one included. Raises RunError for a loss or gradient that is no number."""
+    def step(
+        self, step: int, metrics: dict[str, jax.Array], evaluate: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
+        """`step`: updates done, this one included. Raises RunError for a loss or gradient that is no number.
+
+        `evaluate` is called once the step's time is known, and adds to what is said of the step.
+        """
         values = {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}
         seconds, warm_up = self.clock.completed()
         self._loss = float(values["loss"])
+        evaluated = {} if evaluate is None else evaluate()
+        if evaluated:
+            loss, perplexity = evaluated["eval_loss"], evaluated["eval_perplexity"]
+            self._out.line(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.4g}")
+            self.clock.restart()
         if self._log is not None:
-            shown = step % self._config.log_period == 0 or step == self._config.steps
-            record = self._record(step, seconds, warm_up, values)
+            shown = bool(evaluated) or step % self._config.log_period == 0 or step == self._config.steps
+            record = self._record(step, seconds, warm_up, values) | evaluated
             self._log.write(record, to_board=shown)
             if shown:
                 self._out.line(self._line(record))

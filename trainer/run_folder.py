@@ -101,6 +101,13 @@ def open_run(config: Config) -> RunFolder:
     return RunFolder(folder.path, _changes(folder, config))
 
 
+def existing_run(config: Config) -> RunFolder:
+    """The config's run folder, whether it is there or not, to be read. Raises ConfigError for another run's."""
+    folder = RunFolder(Path(config.base_output_directory) / config.run_name, ())
+    _changes(folder, config)
+    return folder
+
+
 def _try_to_write(folder: Path) -> None:
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:

@@ -57,6 +57,8 @@ RANGE_OF = {
     "gradient_accumulation_steps": _AT_LEAST_1,
     "moe_capacity_factor": "above 0, or -1 for the worst case",
     "loss_chunk_tokens": _AT_LEAST_1,
+    "eval_interval": _AT_LEAST_0,
+    "eval_steps": _AT_LEAST_1,
     "lora_rank": _AT_LEAST_0,
     "lora_alpha": _ABOVE_0,
     "lora_dropout": _DECAY,
@@ -183,6 +185,11 @@ def _check_model(model: ModelConfig) -> None:
 def _check_data(config: Config) -> None:
     if config.dataset_type != "text":
         return
+    if config.eval_interval and not config.eval_dataset_path:
+        raise ConfigError(
+            f"eval_interval={config.eval_interval} needs eval_dataset_path, the held-out files, and it is empty; "
+            "eval_interval=0 turns evaluation off"
+        )
     if not config.dataset_path:
         raise ConfigError("dataset_type=text needs dataset_path, a file, a glob or a list of them, and it is empty")
     if config.tokenizer_path == BYTE_TOKENIZER and config.model.vocab_size < BYTE_TOKENIZER_VOCABULARY:

@@ -98,6 +98,7 @@ class Loader:
                 f"step takes {shape.global_batch} ({shape}), so it would hold documents twice: give more text, or "
                 "lower max_target_length, per_device_batch_size or gradient_accumulation_steps"
             )
+        self.rows_per_epoch = stream.rows_per_epoch
         self.shape: Shape = (shape.accumulation, shape.rows, shape.length)
         self._rows_per_step = shape.global_batch
         self._stream, self._sharding = stream, sharding
