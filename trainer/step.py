@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from trainer.config import Config
 from trainer.mesh import platform
-from trainer.models.attention import LOW_OUTPUT
+from trainer.models.attention import OUTPUT
 from trainer.models.config import ModelConfig
 from trainer.models.deepseek_v4 import Batch, DeepSeekV4, Options, Remat, decode, layer_kinds, segments
 from trainer.models.lora import LoRA, at_step
@@ -40,10 +40,10 @@ REMAT = {
         attention=lambda part: part,
     ),
     # Attention has the layer's largest arrays: they are made again only once the experts' backward is done with its
-    # own, which the barriers of the inner checkpoint see to. Keeping its low-rank output spares a third forward of it.
+    # own, which the barriers of the inner checkpoint see to. Keeping its output spares a third forward of it.
     "full": Remat(
         layer=lambda layer: jax.checkpoint(
-            layer, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(LOW_OUTPUT)
+            layer, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(OUTPUT)
         ),
         attention=jax.checkpoint,
     ),

@@ -18,7 +18,7 @@ from trainer.ops.attend import Attend, AttendSome, Entries, Keys
 from trainer.params import constant, param
 from trainer.sharding import TENSOR, channels_to_length, gather_length
 
-LOW_OUTPUT = "attention_low_output"
+OUTPUT = "attention_output"
 
 
 class Attention(struct.PyTreeNode):
@@ -58,11 +58,14 @@ def attention(
     """Normed input [B, S / tensor, D] -> [B, S / tensor, D].
 
     Each device projects its own tokens down, attends with its own heads over the whole row, and projects its own
-    tokens' low-rank outputs up, which an all-to-all brings from the heads' devices. `remat` goes around all before
-    that; what it brings carries the name LOW_OUTPUT for policies of rematerialisation.
+    tokens' low-rank outputs up, which an all-to-all brings from the heads' devices. `remat` goes around all of it; the
+    result carries the name OUTPUT for policies of rematerialisation.
     """
-    low = remat(lambda p, x, rows: low_output(p, x, rows, attend, c))(p, x, rows)
-    return project("bsi,id->bsd", checkpoint_name(channels_to_length(low), LOW_OUTPUT), p.wo_b)
+
+    def whole(p: Attention, x: jax.Array, rows: RowContext) -> jax.Array:
+        return project("bsi,id->bsd", channels_to_length(low_output(p, x, rows, attend, c)), p.wo_b)
+
+    return checkpoint_name(remat(whole)(p, x, rows), OUTPUT)
 
 
 def low_output(p: Attention, x: jax.Array, rows: RowContext, attend: Attend, c: ModelConfig) -> jax.Array:

@@ -26,8 +26,8 @@ from trainer.sharding import Layout, channels_to_length, gather_length
 
 @dataclass(frozen=True)
 class Remat:
-    """What the backward computes again: wrappers of a whole layer, and inside it of attention's part up to
-    `attention.LOW_OUTPUT`."""
+    """What the backward computes again: wrappers of a whole layer, and inside it of attention up to
+    `attention.OUTPUT`."""
 
     layer: Callable[[Callable], Callable]
     attention: Callable[[Callable], Callable]

@@ -140,7 +140,8 @@ class RoutedMoE(struct.PyTreeNode):
         logits = jnp.einsum("nd,de->ne", x.astype(jnp.float32), self.router, precision=lax.Precision.HIGHEST)
         scores = root_softplus(logits)
         if self.tid2eid is not None:
-            experts = self.tid2eid[:, tokens].T
+            # A gather from [K, V] at once makes TPUs copy the table, padded to twice its size.
+            experts = jnp.stack([ids[tokens] for ids in self.tid2eid], axis=1)
         else:
             biased = lax.stop_gradient(scores)
             if self.bias is not None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from trainer.ops.splash import splash
+from trainer.ops.splash import ATTENDED, splash
 from trainer.sharding import varying_like
 
 
@@ -45,6 +45,8 @@ AttendMasked = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 CHUNK_QUERIES = 256  # of the chunked form: float32 scores of one chunk and 8 heads are 37 MiB at 16384 tokens
 SPLASH_QUERIES = 2048  # of one call of the kernel: its mask is 13 MB
+# A chunk's queries, scores and outputs are made again on the way back; what the kernel gave is not.
+KEEP_ATTENDED = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 HALVED_ENTRIES = 1024  # from so many entries on, queries of the row's first half are not scored against the second's
 
 
@@ -111,7 +113,7 @@ def in_chunks(attend: AttendMasked, num_queries: int, *, halves: bool) -> Attend
                 visible = entries.kv[:, :num_entries].astype(jnp.float32)
                 seen = _pad_length(entries.seen, padding)[:, first * size : last * size, :num_entries]
                 seen = _chunks(seen, size)
-            step = jax.checkpoint(lambda chunk, v=visible: one_chunk(v, chunk))
+            step = jax.checkpoint(lambda chunk, v=visible: one_chunk(v, chunk), policy=KEEP_ATTENDED)
             out.append(lax.map(step, (*of_part, seen)))
         whole = jnp.moveaxis(jnp.concatenate(out), 0, 1)
         return whole.reshape(whole.shape[0], -1, *whole.shape[3:])[:, :length]
