@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from trainer.checkpoint import Checkpoints
 from trainer.config import Config, from_values
 from trainer.console import Output
-from trainer.data.loader import FIELDS
+from trainer.data.stream import FIELDS
 from trainer.loop import Run
 from trainer.memory import program_memory
 from trainer.mesh import make_mesh

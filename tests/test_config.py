@@ -21,6 +21,7 @@ from trainer.config import (
     to_yaml,
     value_of,
 )
+from trainer.config_values import PATHS_KEYS, Paths
 from trainer.errors import ConfigError
 from trainer.models.config import ModelConfig
 
@@ -40,7 +41,7 @@ weight_axes loss_chunk_tokens lora_rank lora_alpha lora_dropout lora_targets lor
 load_balance_loss_weight routed_bias_update_rate
 opt_type learning_rate warmup_steps_fraction cosine_learning_rate_final_fraction
 adam_b1 adam_b2 adam_eps adam_weight_decay gradient_clipping_threshold
-dataset_type dataset_path tokenizer_path enable_data_shuffling
+dataset_type dataset_path train_data_columns train_on on_bad_record long_documents tokenizer_path enable_data_shuffling
 eval_interval eval_steps eval_dataset_path
 enable_checkpointing checkpoint_period max_num_checkpoints_to_keep async_checkpointing load_parameters_path
 compile_topology libtpu_init_args
@@ -210,7 +211,7 @@ def test_lists(folder):
     assert tiny("moe_expert_axes=[ expert , tensor ]").moe_expert_axes == ["expert", "tensor"]
     assert load(file_with("moe_expert_axes: expert")).config.moe_expert_axes == ["expert"]
     paths = tiny("""dataset_path=["/[ab]*.txt", '/c,d', /*.txt, gs://bucket/x y]""").dataset_path
-    assert paths == ["/[ab]*.txt", "/c,d", "/*.txt", "gs://bucket/x y"]
+    assert list(paths) == ["/[ab]*.txt", "/c,d", "/*.txt", "gs://bucket/x y"]
     assert "needs a list such as [0,4,16], not '4'" in message(TINY, "model.compress_ratios=4")
     assert "needs a whole number such as 8 or 1e4, not '1.5'" in message(TINY, "model.compress_ratios=[0,1.5]")
     for broken in ["[0,4", "[0,,4]", "[0,4,]", "[[0],4]", "[0]4]"]:
@@ -218,6 +219,31 @@ def test_lists(folder):
     assert "dataset_path needs a list" in message(TINY, "dataset_path=")
     assert "dataset_path holds an empty text" in message(TINY, "dataset_path=[a,'']")
     assert "learning_rate needs one value, not the list ['1', '2']" in message(file_with("learning_rate: [1, 2]"))
+
+
+def test_paths_may_have_weights(folder):
+    weights = {f"{folder}/a.jsonl": 0.7, f"{folder}/b/*.parquet": 0.3}
+    written = file_with("dataset_path: {a.jsonl: 0.7, 'b/*.parquet': .3}")
+    argued = tiny("dataset_path={a.jsonl: 0.7, b/*.parquet: 0.3}")
+    assert load(written).config.dataset_path == argued.dataset_path == weights
+    assert tiny("dataset_path=[c]").dataset_path == {f"{folder}/c": None}
+    Path("again.yml").write_text(to_yaml(argued))
+    assert load("again.yml").config == argued
+    assert from_values(dataclasses.asdict(argued), (), "test").config.dataset_path == weights
+    assert load(written, ["dataset_path=d"]).config.dataset_path == {f"{folder}/d": None}
+    for text, fault in {
+        "{a: x}": "a: the weight needs a finite number",
+        "{a: 0}": "a: the weight must be above 0, not 0",
+        "{a: }": "a: the weight needs a finite number",
+        "{a: [1]}": "is no mixture such as",
+        "{a": "is no mixture such as",
+        "{}": "needs paths with their weights",
+    }.items():
+        assert fault in message(TINY, f"dataset_path={text}")
+    assert "run.yml:2: dataset_path a: the weight has no value" in message(file_with("dataset_path: {a: }"))
+    assert "holds one weight for each" in message(file_with("dataset_path: {a: [1]}"))
+    assert "'a' is given twice" in message(file_with("dataset_path: {a: 1, a: 2}"))
+    assert PATHS_KEYS == tuple(name for name, key in schema().items() if key.kind == Paths)
 
 
 @pytest.mark.parametrize("key", ["run_name", "steps", "dataset_path", "hardware", "enable_checkpointing"])
@@ -398,12 +424,12 @@ def test_input_paths_start_at_the_file_that_names_them(folder):
     write("sub/data.yml", "dataset_path: [../text/*.txt, /abs/*.txt, gs://bucket/*.txt]\ntokenizer_path: t.json\n")
     write("run.yml", f"base: [{TINY}, sub/data.yml]\nload_parameters_path: weights\n")
     config = load("run.yml").config
-    assert config.dataset_path == [f"{folder}/text/*.txt", "/abs/*.txt", "gs://bucket/*.txt"]
+    assert list(config.dataset_path) == [f"{folder}/text/*.txt", "/abs/*.txt", "gs://bucket/*.txt"]
     assert config.tokenizer_path == f"{folder}/sub/t.json"
     assert config.load_parameters_path == f"{folder}/weights"
     assert config.base_output_directory == "runs"
     argued = load("sub/../run.yml", ["dataset_path=[q/*.txt,~/z]", "tokenizer_path=byte"]).config
-    assert argued.dataset_path == [f"{folder}/q/*.txt", os.path.expanduser("~/z")]
+    assert list(argued.dataset_path) == [f"{folder}/q/*.txt", os.path.expanduser("~/z")]
     assert (argued.tokenizer_path, tiny().load_parameters_path) == ("byte", "")
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from runs import ToyRun, rows_of, tiny_config
 from steps import MESHES, config_of, start
-from trainer.data.loader import Loader, open_stream
+from trainer.data.loader import Loader
+from trainer.data.stream import open_stream
 from trainer.errors import ConfigError
 from trainer.evaluate import Evaluation, evaluate_run, held_out
 from trainer.loop import train, train_steps
@@ -77,10 +78,10 @@ def test_nothing_is_dropped_out():
 def test_held_out_data_is_other_data():
     config = config_of("seed=4")
     assert held_out(config).seed == 5
-    text = replace(config, dataset_type="text", dataset_path=["a"], eval_dataset_path=["b"])
-    assert (held_out(text).dataset_path, held_out(text).enable_data_shuffling) == (["b"], False)
+    text = replace(config, dataset_type="text", dataset_path={"a": None}, eval_dataset_path={"b": None})
+    assert (held_out(text).dataset_path, held_out(text).enable_data_shuffling) == ({"b": None}, False)
     with pytest.raises(ConfigError, match="eval_dataset_path is empty"):
-        held_out(replace(text, eval_dataset_path=[]))
+        held_out(replace(text, eval_dataset_path={}))
 
 
 def test_evaluations_are_written_beside_their_steps(tmp_path, capsys):

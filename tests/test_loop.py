@@ -45,9 +45,9 @@ def test_next_step_is_dispatched_before_a_step_is_read(tmp_path):
     events = []
 
     class Recorder(Reporter):
-        def step(self, step, metrics):
+        def step(self, step, metrics, evaluate=None):
             events.append(f"read {step}")
-            super().step(step, metrics)
+            super().step(step, metrics, evaluate)
 
     toy = ToyRun(tmp_path, steps=5, checkpoint_period=3)
 

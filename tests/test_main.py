@@ -38,7 +38,7 @@ WRONG = [
     (["train"], "train needs CONFIG.yml; usage: python -m trainer train CONFIG.yml [key=value ...]"),
     (["verify", "folder"], "verify needs GOLDEN.npz"),
     (["trian", SMOKE], "there is no command 'trian'; did you mean train?"),
-    ([], "a command is missing; the commands are train, eval, compile, config, verify"),
+    ([], "a command is missing; the commands are train, eval, data, compile, config, verify"),
 ]
 
 

@@ -6,7 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from trainer.data.tokenizer import ByteTokenizer, load_tokenizer, tokenize
+from trainer.data.chat import Part
+from trainer.data.tokenizer import ByteTokenizer, load_tokenizer
 from trainer.errors import ConfigError
 
 WORDS = {"[UNK]": 0, "one": 1, "two": 2, "three": 3, "<": 4, "/": 5, "s": 6, ">": 7, "</s>": 8, "<s>": 9}
@@ -29,7 +30,9 @@ def word_tokenizer(path, *, special=("</s>", "<s>"), vocab=WORDS, unk="[UNK]"):
 
 
 def encode(tokenizer, text):
-    return tokenizer.encode([text])[0].tolist()
+    ((ids, targets),) = tokenizer.encode([Part(text, ((0, len(text)),), end=True)])
+    assert targets is None
+    return ids.tolist()
 
 
 def test_bytes_are_ids_and_the_end_is_none_of_them():
@@ -114,19 +117,64 @@ def test_broken_file_is_refused(tmp_path, content):
         load_tokenizer(str(path), 10)
 
 
-def test_missing_file_and_folder_are_refused(tmp_path):
+def test_a_missing_file_is_refused_and_a_folder_is_searched(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*absent\.json"):
         load_tokenizer(str(tmp_path / "absent.json"), 10)
-    with pytest.raises(ConfigError, match=r"is a folder; name its file: .*tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
         load_tokenizer(str(tmp_path), 10)
+    word_tokenizer(tmp_path / "tokenizer.json")
+    assert encode(load_tokenizer(str(tmp_path), 10), "one two") == [1, 2]
 
 
 def test_text_the_file_cannot_encode_is_refused(tmp_path):
     tokenizer = load_tokenizer(word_tokenizer(tmp_path / "tokenizer.json", unk="<missing>"), 10)
     with pytest.raises(ConfigError, match="cannot encode the text of dataset_path"):
-        tokenizer.encode(["one four"])
+        encode(tokenizer, "one four")
 
 
-def test_tokenize_keeps_order_over_batches():
-    texts = [str(n) for n in range(3000)]
-    assert [bytes(ids.tolist()).decode() for ids in tokenize(iter(texts), ByteTokenizer())] == texts
+def test_a_token_is_a_target_if_any_of_its_characters_is(tmp_path):
+    tokenizer = load_tokenizer(word_tokenizer(tmp_path / "tokenizer.json"), 10)
+    parts = [
+        Part("one two three one", ((4, 13),), end=True),
+        Part("one two", ((0, 7),), end=True),
+        Part("one two", ((6, 7),), end=True),
+        Part("one two", (), end=True),
+        Part("one </s> two", ((4, 12),), end=True),
+        Part("one </s> two", ((4, 12),), end=True, special=True),
+    ]
+    encoded = [(ids.tolist(), None if some is None else some.tolist()) for ids, some in tokenizer.encode(parts)]
+    assert encoded == [
+        ([1, 2, 3, 1], [False, True, True, False]),
+        ([1, 2], None),
+        ([1, 2], [False, True]),
+        ([1, 2], [False, False]),
+        ([1, 4, 5, 6, 7, 2], [False, True, True, True, True, True]),
+        ([1, 8, 2], [False, True, True]),
+    ]
+
+
+def test_spans_of_bytes_count_characters():
+    ((ids, targets),) = ByteTokenizer().encode([Part("é漢x", ((1, 2),), end=True)])
+    assert bytes(ids.tolist()).decode() == "é漢x" and targets.tolist() == [False] * 2 + [True] * 3 + [False]
+
+
+def test_decode_shows_special_tokens(tmp_path):
+    tokenizer = load_tokenizer(word_tokenizer(tmp_path / "tokenizer.json"), 10)
+    assert tokenizer.decode([1, 8, 2]) == "one </s> two"
+    assert ByteTokenizer().decode([104, 105, 256, 33]) == "hi!"
+
+
+@pytest.mark.parametrize("where", ["file", "config", "named"])
+def test_the_chat_template_is_found_beside_the_tokenizer(tmp_path, where):
+    path = word_tokenizer(tmp_path / "tokenizer.json")
+    assert load_tokenizer(path, 10).chat is None
+    source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": source}]
+    beside = {"eos_token": "</s>", "bos_token": {"content": "<s>"}}
+    beside |= {"chat_template": {"file": "no", "config": source, "named": templates}[where]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+    if where == "file":
+        (tmp_path / "chat_template.jinja").write_text(source)
+    chat = load_tokenizer(path, 10).chat
+    (part,) = chat.parts([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}], True)
+    assert part.text == "<s>one</s>two</s>" and part.special and part.end is None

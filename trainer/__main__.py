@@ -55,6 +55,15 @@ def evaluate(path: str, overrides: Sequence[str]) -> int:
     return evaluate_run(config, existing_run(config), write)
 
 
+def data(path: str, overrides: Sequence[str]) -> int:
+    config = load(path, overrides).config
+    validate(config)
+    before_jax("cpu")  # imported by Grain: no device is touched
+    from trainer.data.command import show
+
+    return show(config, write)
+
+
 def compile(path: str, arguments: Sequence[str]) -> int:
     vs = None
     rest = list(arguments)
@@ -129,6 +138,13 @@ COMMANDS = {
         OVERRIDES,
         "Loss and perplexity on held-out data, of the run's newest checkpoint.",
         ("configs/cpu_smoke.yml eval_dataset_path=data/python_reference.jsonl",),
+    ),
+    "data": Command(
+        data,
+        ("CONFIG.yml",),
+        OVERRIDES,
+        "Show what a run would be fed: its first rows with documents and targets marked, token counts, packing, speed.",
+        ("configs/cpu_smoke.yml", "configs/cpu_smoke.yml dataset_path=chats.jsonl train_data_columns=messages"),
     ),
     "compile": Command(
         compile,

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from trainer.config_files import read_file
-from trainer.config_values import Given, absolute, flatten, nearest, parse_overrides, read
+from trainer.config_values import Given, Paths, absolute, flatten, nearest, parse_overrides, read
 from trainer.errors import ConfigError
 from trainer.models.config import MISSING, ModelConfig, documented
 
@@ -132,12 +132,32 @@ class Config:
     gradient_clipping_threshold: float = documented("Global gradient norm to clip to; 0 is off.", 1.0)
 
     # The data.
-    dataset_type: Literal["synthetic", "text"] = documented(
-        "Made-up tokens, or local .txt and .jsonl files.", "synthetic"
+    dataset_type: Literal["synthetic", "text"] = documented("Made-up tokens, or text from files.", "synthetic")
+    dataset_path: Paths = documented(
+        "Files of `dataset_type=text`: paths or globs of .txt, .jsonl, .parquet and .arrayrecord files and of Hugging "
+        "Face datasets saved to disk, here or behind a URL such as gs://. Weights mix them by documents, as in "
+        "{a.jsonl: 0.7, b/*.parquet: 0.3}.",
+        {},
+        path_unless=(),
     )
-    dataset_path: list[str] = documented("Files of `dataset_type=text`, as paths or globs.", [], path_unless=())
+    train_data_columns: list[str] = documented(
+        "Fields of a record: one, with a text or with a list of messages (role, content), or a prompt's and its "
+        "completion's.",
+        ["text"],
+    )
+    train_on: Literal["assistant", "all"] = documented(
+        "Which tokens of messages, or of prompt and completion, are targets: the assistant's (the completion), or all.",
+        "assistant",
+    )
+    on_bad_record: Literal["error", "skip"] = documented(
+        "A record that cannot be read: end the run with its file and line, or leave it out and count it.", "error"
+    )
+    long_documents: Literal["split", "drop"] = documented(
+        "Documents of more than `max_target_length` tokens: cut into rows, or left out and counted.", "split"
+    )
     tokenizer_path: str = documented(
-        f"A `tokenizer.json`, or `{BYTE_TOKENIZER}`: one token per UTF-8 byte.",
+        f"A `tokenizer.json` or its folder, with a chat template beside it; or `{BYTE_TOKENIZER}`: one token per UTF-8 "
+        "byte.",
         BYTE_TOKENIZER,
         path_unless=(BYTE_TOKENIZER,),
     )
@@ -146,9 +166,9 @@ class Config:
     # Evaluation.
     eval_interval: int = documented("Steps from one evaluation on held-out data to the next; 0 is never.", 0)
     eval_steps: int = documented("Most batches of one evaluation, each of one microbatch's size.", 10)
-    eval_dataset_path: list[str] = documented(
+    eval_dataset_path: Paths = documented(
         "Held-out files, as `dataset_path`. Synthetic data needs none: it is drawn from the next seed.",
-        [],
+        {},
         path_unless=(),
     )
 
@@ -217,6 +237,8 @@ def documentation() -> Iterator[tuple[str, str, str, str, str]]:
         kind = get_args(key.kind)[0] if is_list else key.kind
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         kind_name = ("list of " if is_list else "") + ("str" if choices else kind.__name__)
+        if kind == Paths:
+            kind_name = "list of paths, or paths with weights"
         default = "" if key.default is MISSING else _as_yaml(key.default)
         yield name, kind_name, default, ", ".join(choices), key.doc
 
@@ -266,11 +288,9 @@ def _read(given: Given, key: Key) -> Any:
     value = read(given, key.kind)
     if key.path_unless is None:
         return value
-    texts = [
-        text if text in key.path_unless else absolute(text, given.folder)
-        for text in (value if isinstance(value, list) else [value])
-    ]
-    return texts if isinstance(value, list) else texts[0]
+    if key.kind == Paths:
+        return {absolute(path, given.folder): weight for path, weight in value.items()}
+    return value if value in key.path_unless else absolute(value, given.folder)
 
 
 def _not_a_key(name: str, keys: Mapping[str, Key]) -> str:
@@ -317,6 +337,8 @@ def _lines(config: Config) -> Iterator[tuple[str, str]]:
 def _as_yaml(value: Any) -> str:
     """A value or list on one line of YAML."""
     options: dict[str, Any] = {"default_flow_style": True, "width": float("inf"), "allow_unicode": True}
+    if isinstance(value, dict) and all(weight is None for weight in value.values()):
+        value = list(value)  # `Paths` without weights
     text = yaml.safe_dump(value, **options).removesuffix("\n").removesuffix("\n...")
     if not text.isprintable():  # line breaks of any kind: only double quotes keep them on one line
         text = yaml.safe_dump(value, default_style='"', **options).strip()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
-from trainer.config_values import Given, nearest
+from trainer.config_values import PATHS_KEYS, Given, nearest
 from trainer.errors import ConfigError
 
 BASE = "base"
@@ -134,12 +134,26 @@ def _flatten(node: yaml.MappingNode, path: str, prefix: str, around: tuple[yaml.
         if name in lines:
             raise ConfigError(f"{where}: {key!r} is given twice, on lines {lines[name]} and {_line(name_node)}")
         lines[name] = _line(name_node)
-        if isinstance(value, yaml.MappingNode):
+        if isinstance(value, yaml.MappingNode) and key in PATHS_KEYS:
+            out[key] = Given(key, _table(value, key, where), where, where, os.path.dirname(path))
+        elif isinstance(value, yaml.MappingNode):
             if value in (*around, node):
                 raise ConfigError(f"{where}: {key!r} contains itself")
             _flatten(value, path, key + ".", (*around, node), out)
         else:
             out[key] = Given(key, _leaf(value, key, where), where, where, os.path.dirname(path))
+
+
+def _table(node: yaml.MappingNode, key: str, where: str) -> dict[str, str | None]:
+    """A block that is one value: plain names, each with a plain value."""
+    table: dict[str, str | None] = {}
+    for name, value in node.value:
+        if not isinstance(name, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
+            raise ConfigError(f"{where}: {key!r}: a block of paths holds one weight for each of them")
+        if name.value in table:
+            raise ConfigError(f"{where}: {key!r}: {name.value!r} is given twice")
+        table[name.value] = str(_leaf(value, key, where)) if value.tag != _NULL else None
+    return table
 
 
 def _leaf(node: yaml.Node, key: str, where: str) -> str | list[str | None] | None:

@@ -7,11 +7,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeAlias, get_args, get_origin
+
+import yaml
 
 from trainer.errors import ConfigError
 
 COMMAND_LINE = "command line"
+
+# Files by path or glob. Each has a weight, or none has: then every file counts as what it holds.
+Paths: TypeAlias = dict[str, float | None]
+PATHS_KEYS = ("dataset_path", "eval_dataset_path")  # where a block of YAML is one value, and not keys below
 
 # Plain decimal numbers. A leading zero (octal in YAML), 0x, base 60 (1:30), nan and inf are left out on purpose.
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*(?:_[0-9]+)*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
@@ -25,7 +31,7 @@ class Given:
     """One key's value as somebody wrote it, before the schema's type decides how to read it."""
 
     key: str  # dotted: model.num_experts
-    value: str | list[str | None] | None  # text, as written; None is YAML's null
+    value: str | list[str | None] | dict[str, str | None] | None  # text, as written; None is YAML's null
     where: str  # how a message names the place: run.yml:3, or argument 'steps=3'
     origin: str  # how `config` names the place: run.yml:3, or command line
     folder: str = ""  # where relative input paths start; "" is the current folder
@@ -63,7 +69,11 @@ def flatten(values: Mapping[str, Any], source: str, prefix: str = "") -> dict[st
     given: dict[str, Given] = {}
     for name, value in values.items():
         key = prefix + name
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and key in PATHS_KEYS:
+            weights: dict[str, str | None] = {path: None if w is None else str(w) for path, w in value.items()}
+            equal = all(w is None for w in weights.values())
+            given[key] = Given(key, list(weights) if equal else weights, source, source)
+        elif isinstance(value, Mapping):
             given |= flatten(value, source, key + ".")
         elif isinstance(value, list | tuple):
             given[key] = Given(key, [None if item is None else str(item) for item in value], source, source)
@@ -73,20 +83,52 @@ def flatten(values: Mapping[str, Any], source: str, prefix: str = "") -> dict[st
 
 
 def read(given: Given, kind: Any) -> Any:
-    """The value as `kind`: str, int, float, bool, a Literal of texts, or a list of one of them."""
+    """The value as `kind`: str, int, float, bool, a Literal of texts, a list of one of them, or `Paths`."""
     try:
+        if kind == Paths:
+            return _paths(given)
         if get_origin(kind) is list:
             return [_scalar(item, get_args(kind)[0]) for item in _items(given, get_args(kind)[0])]
-        if isinstance(given.value, list):
-            raise ValueError(f"needs one value, not the list {given.value}")
+        if isinstance(given.value, list | dict):
+            kind_given = "list" if isinstance(given.value, list) else "block"
+            raise ValueError(f"needs one value, not the {kind_given} {given.value}")
         return _scalar(given.value, kind)
     except ValueError as error:
         raise ConfigError(f"{given.where}: {given.key} {error}") from None
 
 
+def _paths(given: Given) -> Paths:
+    """A list of paths, or paths with weights as in {a.jsonl: 0.7, b/*.parquet: 0.3}."""
+    weights = given.value
+    if given.origin == COMMAND_LINE and isinstance(weights, str) and weights.startswith("{"):
+        try:
+            weights = yaml.load(weights, Loader=yaml.BaseLoader)  # every scalar stays text
+        except yaml.YAMLError:
+            weights = None
+        if not isinstance(weights, dict) or not all(isinstance(w, str) for pair in weights.items() for w in pair):
+            raise ValueError(f"is no mixture such as {{a.jsonl: 0.7, b.jsonl: 0.3}}: {given.value}")
+    if not isinstance(weights, dict):
+        return dict.fromkeys(_scalar(item, str) for item in _items(given, str))
+    if not weights or "" in weights:
+        raise ValueError("needs paths with their weights, as in {a.jsonl: 0.7, b.jsonl: 0.3}")
+    return {_scalar(path, str): _weight(path, text) for path, text in weights.items()}
+
+
+def _weight(path: str, text: str | None) -> float:
+    try:
+        weight = _scalar(text, float)
+    except ValueError as error:
+        raise ValueError(f"{path}: the weight {error}") from None
+    if weight <= 0:
+        raise ValueError(f"{path}: the weight must be above 0, not {text}; leave out what is not to be read")
+    return weight
+
+
 def _items(given: Given, kind: Any) -> Sequence[str | None]:
     """The texts of a list. One bare text stands for a list of itself, except where numbers are wanted."""
     text = given.value
+    if isinstance(text, dict):
+        raise ValueError(f"needs a list, not the block {text}")
     if isinstance(text, list):
         items = text
     elif given.origin == COMMAND_LINE and text is not None and text.startswith("["):

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from trainer.checkpoint import FILE_FAULTS
 from trainer.config import Config
 from trainer.console import Output
-from trainer.data.loader import Loader, open_stream
+from trainer.data.loader import Loader
+from trainer.data.stream import open_stream
 from trainer.devices import find_devices
 from trainer.errors import ConfigError
 from trainer.hf.arrays import newest_state

@@ -10,7 +10,8 @@ import jax
 from trainer.checkpoint import Checkpoints
 from trainer.config import Config
 from trainer.console import Output
-from trainer.data.loader import Loader, open_stream
+from trainer.data.loader import Loader
+from trainer.data.stream import open_stream
 from trainer.devices import describe, find_devices
 from trainer.errors import RunError
 from trainer.evaluate import Evaluation

@@ -190,6 +190,11 @@ def _check_data(config: Config) -> None:
             f"eval_interval={config.eval_interval} needs eval_dataset_path, the held-out files, and it is empty; "
             "eval_interval=0 turns evaluation off"
         )
+    if len(config.train_data_columns) not in (1, 2):
+        raise ConfigError(
+            f"train_data_columns={config.train_data_columns} is not possible; it must be one field (a text or "
+            "messages), or two (a prompt and its completion)"
+        )
     if not config.dataset_path:
         raise ConfigError("dataset_type=text needs dataset_path, a file, a glob or a list of them, and it is empty")
     if config.tokenizer_path == BYTE_TOKENIZER and config.model.vocab_size < BYTE_TOKENIZER_VOCABULARY:

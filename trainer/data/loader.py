@@ -1,23 +1,20 @@
-"""Batches of rows on a mesh, one prepared ahead.
+"""Batches of rows on a mesh, prepared ahead by Grain.
 
 What a process reads follows from the batch's sharding alone. The rows of a step are the same set on every
-mesh, so the position in the data is the step's number, and there is no state to save.
+mesh, so the position in the data is the step's number, which every checkpoint has.
 """
 
 import functools
 import itertools
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
+import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from trainer.config import Config
-from trainer.data.packing import Documents, PackedRows
-from trainer.data.sources import SyntheticRows, find_files, read_documents
-from trainer.data.tokenizer import load_tokenizer, tokenize
+from trainer.data.stream import FIELDS, RowStream
 from trainer.errors import ConfigError
 from trainer.parallel import BatchShape
 
@@ -26,47 +23,8 @@ Shape: TypeAlias = tuple[int, int, int]  # A, B, S: microbatches, rows of one, l
 Index: TypeAlias = tuple[slice, ...] | None  # one device's part of a batch as jax.sharding gives it; None: no part
 Block: TypeAlias = tuple[range, range, range]  # the same, spelled out
 
-FIELDS = ("tokens", "targets", "segment_ids", "positions")
-
-
-class RowStream(Protocol):
-    """Endless numbered rows. `rows_per_epoch` is None where no row ever comes again."""
-
-    @property
-    def row_length(self) -> int: ...
-
-    @property
-    def rows_per_epoch(self) -> int | None: ...
-
-    def row(self, number: int, columns: slice = slice(None)) -> dict[str, np.ndarray]:
-        """FIELDS of row `number` for these columns, int32 [columns]."""
-        ...
-
-    def describe(self) -> str: ...
-
-
-def _open_synthetic(config: Config) -> RowStream:
-    return SyntheticRows(config.model.vocab_size, config.max_target_length, config.seed)
-
-
-def _open_text(config: Config) -> RowStream:
-    tokenizer = load_tokenizer(config.tokenizer_path, config.model.vocab_size)
-    texts = read_documents(find_files(config.dataset_path))
-    documents = Documents.join(tokenize(texts, tokenizer), tokenizer.eos_id)
-    return PackedRows(documents, config.max_target_length, config.seed, config.enable_data_shuffling)
-
-
-STREAMS = {"synthetic": _open_synthetic, "text": _open_text}
-
-
-def open_stream(config: Config) -> RowStream:
-    """The rows that `dataset_type` names, of max_target_length tokens. Every process reads and tokenizes all the text.
-
-    Raises ConfigError for a wrong dataset_type, file or tokenizer.
-    """
-    if config.dataset_type not in STREAMS:
-        raise ConfigError(f"dataset_type={config.dataset_type!r}: choose one of {', '.join(STREAMS)}")
-    return STREAMS[config.dataset_type](config)
+END_OF_STEPS = 2**40
+AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
 
 
 def blocks_of(indices: Iterable[Index], shape: Shape) -> set[Block]:
@@ -84,8 +42,8 @@ def rows_needed(indices: Iterable[Index], shape: Shape) -> list[int]:
 class Loader:
     """Batches [A, B, S] of a row stream, as global arrays with one sharding.
 
-    Row b of microbatch a at step s is the stream's row s * A * B + a * B + b. The next step's batch is built
-    and sent to the devices by a thread while the caller computes. `close()` ends the thread.
+    Row b of microbatch a at step s is the stream's row s * A * B + a * B + b. The next steps' batches are built
+    and sent to the devices by threads while the caller computes. `close()` ends them.
     Raises ConfigError when an epoch has fewer rows than a step takes.
     """
 
@@ -104,28 +62,34 @@ class Loader:
         self._stream, self._sharding = stream, sharding
         self._indices = list(sharding.addressable_devices_indices_map(self.shape).values())
         self._blocks = blocks_of(self._indices, self.shape)
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._ahead: dict[int, Future[Batch]] = {}
+        self._steps = grain.MapDataset.range(END_OF_STEPS).map(self._load)
+        self._ahead: grain.DatasetIterator[Batch] | None = None  # at step self._next
+        self._next = 0
 
     def batch(self, step: int) -> Batch:
-        """The FIELDS of step `step` (from 0), int32 [A, B, S]. Steps may come in any order; the next is prepared.
+        """The FIELDS of step `step` (from 0), int32 [A, B, S]. Steps may come in any order; the next ones are prepared.
 
         An error met while preparing is raised here, when its step is asked for.
         """
-        future = self._ahead.pop(step, None) or self._executor.submit(self._load, step)
-        self._ahead = {step + 1: self._executor.submit(self._load, step + 1)}
-        return future.result()
+        if self._ahead is None or step != self._next:
+            self.close()
+            self._ahead = iter(self._steps.to_iter_dataset(AHEAD))
+            self._ahead.set_state({"next_index": step})
+        self._next = step + 1
+        return next(self._ahead)
 
     def close(self) -> None:
-        """Ends the thread, after the batch it may be at. There are no batches after this."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """Ends the threads that prepare batches."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = None
 
     def describe(self, step: int) -> list[str]:
-        """Two lines for the log, which counts steps from 1: the data, and the rows this process reads for `step`."""
+        """Lines for the log, which counts steps from 1: the data, and the rows this process reads for `step`."""
         mine = [step * self._rows_per_step + row for row in rows_needed(self._indices, self.shape)]
         columns = sorted({column for _, _, some in self._blocks for column in some})
         return [
-            self._stream.describe(),
+            *self._stream.describe(),
             f"step {step + 1} loads {self._rows_per_step} rows and trains on {self._rows_per_step}; process "
             f"{jax.process_index()} of {jax.process_count()} reads {len(mine)}: rows {_spans(mine)}, "
             f"columns {_spans(columns)}",

@@ -9,8 +9,8 @@ MISSING: Any = "???"  # OmegaConf's mark for a value that some file has to give
 
 def documented(text: str, default: Any = MISSING, **metadata: Any) -> Any:
     """A dataclass field with its doc, which `trainer.config.schema` reads; `metadata` is kept beside it."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"doc": text, **metadata})
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata={"doc": text, **metadata})
     return field(default=default, metadata={"doc": text, **metadata})
 
 
