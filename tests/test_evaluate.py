@@ -118,3 +118,6 @@ def test_the_command_reads_the_newest_checkpoint(tmp_path, monkeypatch):
     after = said()
     assert after["source"].endswith("tiny/checkpoints/2") and after["eval_loss"] != before["eval_loss"]
     assert after["eval_loss"] == pytest.approx(rows_of(tmp_path / "tiny")[-1]["eval_loss"], rel=1e-6)
+    existing_run(replace(config, train_on="assistant", max_target_length=2 * config.max_target_length))
+    with pytest.raises(ConfigError, match="lora_rank was 0 and is 2"):
+        existing_run(replace(config, lora_rank=2))

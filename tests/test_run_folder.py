@@ -8,7 +8,7 @@ import pytest
 from runs import MODEL, tiny_config
 from trainer.config import load, schema
 from trainer.errors import ConfigError
-from trainer.run_folder import FIXED_KEYS, fingerprint, fixed_keys, open_run
+from trainer.run_folder import MODEL_KEYS, ORDER_KEYS, fingerprint, fixed_keys, open_run
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def test_the_fingerprint_is_of_what_is_fixed_but_paths(tmp_path):
 
 
 def test_fixed_keys_are_keys():
-    assert set(FIXED_KEYS) < set(schema())
-    assert set(fixed_keys()) == {*FIXED_KEYS, *(key for key in schema() if key.startswith("model."))}
+    assert {*MODEL_KEYS, *ORDER_KEYS} < set(schema())
+    assert set(fixed_keys()) == {*MODEL_KEYS, *ORDER_KEYS, *(key for key in schema() if key.startswith("model."))}
 
 
 def test_nothing_is_left_of_the_try_to_write(tmp_path):

@@ -14,10 +14,18 @@ from trainer.errors import ConfigError
 
 # What a run is: with another value of one of these, its later steps would not follow from its earlier ones. The
 # global batch is one more, which the mesh has a part in: see `Checkpoints.refuse_other_run`.
-FIXED_KEYS = (
+MODEL_KEYS = (  # what its weights are, with all of `model`
     "seed",
-    "max_target_length",
     "weight_dtype",
+    "load_parameters_path",
+    "init_adapter_path",
+    "lora_rank",
+    "lora_alpha",
+    "lora_targets",
+    "lora_weight_dtype",
+)
+ORDER_KEYS = (  # what it saw, in which order, and what was done with it
+    "max_target_length",
     "opt_type",
     "dataset_type",
     "dataset_path",
@@ -27,19 +35,18 @@ FIXED_KEYS = (
     "long_documents",
     "tokenizer_path",
     "enable_data_shuffling",
-    "load_parameters_path",
-    "init_adapter_path",
-    "lora_rank",
-    "lora_alpha",
-    "lora_targets",
-    "lora_weight_dtype",
 )
 
 PROBE_BYTES = 2**20
 
 
+def model_keys() -> list[str]:
+    return [key for key in schema() if key in MODEL_KEYS or key.startswith("model.")]
+
+
 def fixed_keys() -> list[str]:
-    return [key for key in schema() if key in FIXED_KEYS or key.startswith("model.")]
+    model = model_keys()
+    return [key for key in schema() if key in model or key in ORDER_KEYS]
 
 
 def fingerprint(config: Config) -> str:
@@ -102,13 +109,13 @@ def open_run(config: Config) -> RunFolder:
             f"enable_checkpointing=false would start over, and {folder.path} holds checkpoints; set run_name=NEW, "
             "enable_checkpointing=true, or remove the folder"
         )
-    return RunFolder(folder.path, _changes(folder, config))
+    return RunFolder(folder.path, _changes(folder, config, fixed_keys()))
 
 
 def existing_run(config: Config) -> RunFolder:
-    """The config's run folder, whether it is there or not, to be read. Raises ConfigError for another run's."""
+    """The run folder, there or not, to read its weights from. Raises ConfigError where its model is another."""
     folder = RunFolder(Path(config.base_output_directory) / config.run_name, ())
-    _changes(folder, config)
+    _changes(folder, config, model_keys())
     return folder
 
 
@@ -123,8 +130,8 @@ def _try_to_write(folder: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def _changes(folder: RunFolder, config: Config) -> tuple[str, ...]:
-    """What differs from the run's own config.yml. Raises ConfigError where it is something fixed."""
+def _changes(folder: RunFolder, config: Config, fixed: list[str]) -> tuple[str, ...]:
+    """What differs from the run's own config.yml. Raises ConfigError where one of the `fixed` keys does."""
     saved = folder.config_file
     if not saved.exists():
         return ()
@@ -136,10 +143,10 @@ def _changes(folder: RunFolder, config: Config) -> tuple[str, ...]:
             "run_name=NEW, or remove the folder"
         ) from None
     differ = [key for key in schema() if value_of(old, key) != value_of(config, key)]
-    fixed = [key for key in fixed_keys() if key in differ]
-    if fixed:
-        shown = "; ".join(f"{key} was {value_of(old, key)} and is {value_of(config, key)}" for key in fixed)
-        moved = any(schema()[key].path_unless is not None for key in fixed)
+    refused = [key for key in fixed if key in differ]
+    if refused:
+        shown = "; ".join(f"{key} was {value_of(old, key)} and is {value_of(config, key)}" for key in refused)
+        moved = any(schema()[key].path_unless is not None for key in refused)
         hint = f", or, for files that only moved, the new path in {saved}" if moved else ""
         raise ConfigError(
             f"{folder.path} holds checkpoints of another run: {shown}. Set what it was, run_name=NEW for a new "
