@@ -68,9 +68,10 @@ class Sums(struct.PyTreeNode):
     rounds: jax.Array  # [L] int32: most rounds of the expert exchange
     finite: jax.Array  # [L] bool: the layer's router scores are numbers
 
-    def plus(self, other: "Sums") -> "Sums":
-        total = jax.tree.map(jnp.add, self, other)
-        return total.replace(rounds=jnp.maximum(self.rounds, other.rounds), finite=self.finite & other.finite)
+    def total(self) -> "Sums":
+        """Of several microbatches, stacked in front of every leaf."""
+        total = jax.tree.map(lambda each: jnp.sum(each, axis=0), self)
+        return total.replace(rounds=jnp.max(self.rounds, axis=0), finite=jnp.all(self.finite, axis=0))
 
 
 @dataclass(frozen=True)
@@ -194,16 +195,17 @@ def accumulate(
     all steps."""
     num_micro = batch.tokens.shape[0]
     numbers = step * num_micro + jnp.arange(num_micro)
-    grads, sums = grad(trainable, jax.tree.map(lambda x: x[0], batch), numbers[0])
-    grads = as_float32(grads)
     if num_micro == 1:
-        return grads, sums
+        grads, sums = grad(trainable, jax.tree.map(lambda x: x[0], batch), numbers[0])
+        return as_float32(grads), sums
 
-    def add(total: tuple[Any, Sums], one: tuple[Batch, jax.Array]) -> tuple[tuple[Any, Sums], None]:
-        more, s = grad(trainable, *one)
-        return (jax.tree.map(jnp.add, total[0], as_float32(more)), total[1].plus(s)), None
+    def add(total: Any, one: tuple[Batch, jax.Array]) -> tuple[Any, Sums]:
+        grads, sums = grad(trainable, *one)
+        return jax.tree.map(jnp.add, total, as_float32(grads)), sums
 
-    return lax.scan(add, (grads, sums), jax.tree.map(lambda x: x[1:], (batch, numbers)))[0]
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trainable)
+    grads, sums = lax.scan(add, zeros, (batch, numbers))
+    return grads, sums.total()
 
 
 def balance_experts(params: DeepSeekV4, load: jax.Array, rate: float, c: ModelConfig) -> DeepSeekV4:
