@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from trainer.models.config import ModelConfig
 from trainer.models.lora import Adapted, drop, project, split_frozen
@@ -220,10 +221,19 @@ def exchanged(
 def grouped_project(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Rows [R, X] sorted by expert times each one's weights [E, X, Y], and the adapters' part -> [R, Y]."""
     if not isinstance(w, Adapted):
-        return lax.ragged_dot(rows, w, group_sizes)
+        return lax.ragged_dot(rows, as_stored(w), group_sizes)
     u = hide_unused(lax.ragged_dot(drop(rows, w), w.a.astype(rows.dtype), group_sizes), group_sizes)
     low = lax.ragged_dot(u, w.b.astype(rows.dtype), group_sizes)
-    return lax.ragged_dot(rows, w.base, group_sizes) + (w.scale * low).astype(rows.dtype)
+    return lax.ragged_dot(rows, as_stored(w.base), group_sizes) + (w.scale * low).astype(rows.dtype)
+
+
+def as_stored(w: jax.Array) -> jax.Array:
+    """One layer's weights [E, X, Y], held to the row-major layout of the arrays they come from.
+
+    The backward reads them transposed. Left free to choose, XLA carries the transposed layout out through the loop
+    over microbatches, and keeps a second copy of all layers' weights in it.
+    """
+    return with_layout_constraint(w, Layout(major_to_minor=tuple(range(w.ndim))))
 
 
 def hide_unused(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
